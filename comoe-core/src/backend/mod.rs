@@ -1,0 +1,165 @@
+//! Who moves and multiplies? One trait, one file per device kind.
+//!
+//! A backend has three in-order queues: compute, demand copies and prefetch copies. Queues run beside each other;
+//! order between them exists only where a [`Ticket`] is waited for. The schedule keeps the rules (a slot is read
+//! after its fill, refilled after its last reader); a backend just obeys.
+
+use std::time::Duration;
+
+use candle_core::{DType, Tensor};
+
+use crate::error::Result;
+use crate::expert::{ExpertLayout, ExpertSpec};
+use crate::store::RecordIndex;
+
+/// An in-order queue of a backend.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Queue {
+    /// Kernels that read slots.
+    Compute,
+    /// Fills that the current step waits for.
+    Demand,
+    /// Fills of staging slots; a backend lets demand go first.
+    Prefetch,
+}
+
+/// A point on a queue's timeline, reached when everything enqueued before it is done. Tickets of one queue are
+/// ordered: reaching `seq` implies every smaller one. `seq` 0 is reached from the start.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Ticket {
+    /// The queue.
+    pub queue: Queue,
+    /// Position on it.
+    pub seq: u64,
+}
+
+impl Ticket {
+    /// Reached from the start.
+    pub const DONE: Self = Self { queue: Queue::Compute, seq: 0 };
+}
+
+/// A slot's number in the pool.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct SlotId(pub u32);
+
+/// One copy of a batch: `record` into `slot`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Fill {
+    /// What to bring.
+    pub record: RecordIndex,
+    /// Where to.
+    pub slot: SlotId,
+}
+
+/// What a layer step computes from records. `[n]` are the step's tokens, `k` its experts per token; assignment
+/// `t * k + j` is token `t`'s `j`-th choice.
+#[derive(Clone, Copy)]
+pub enum Work<'a> {
+    /// `y[t] = sum over j, in order, of weights[t, j] * ffn(record of (t, j))(x[t])`.
+    Ffn {
+        /// What a record computes.
+        spec: &'a ExpertSpec,
+        /// Where its parts lie.
+        layout: &'a ExpertLayout,
+        /// `[n, hidden]`, F32, F16 or BF16, on the backend's device.
+        x: &'a Tensor,
+        /// `[n * k]`, row-major.
+        weights: &'a [f32],
+        /// Experts per token.
+        top_k: usize,
+    },
+    /// `out[a] = the record of assignment a`, as `[assignments, ..shape]` of `dtype`.
+    Gather {
+        /// Assignments in all.
+        assignments: usize,
+        /// Element type of the result.
+        dtype: DType,
+        /// Shape of one record's part of the result; it may be shorter than the record (padding is dropped).
+        shape: &'a [usize],
+    },
+}
+
+/// One record of a step, in its slot, and the assignments that it serves.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct WorkItem {
+    /// The record (for checks and messages).
+    pub record: RecordIndex,
+    /// Where it is.
+    pub slot: SlotId,
+    /// Ascending assignments `t * k + j`.
+    pub assignments: Vec<u32>,
+}
+
+/// What a backend is and what is in force, for people to read.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct BackendInfo {
+    /// For example `cpu` or `cuda:0 (NVIDIA GeForce RTX 4090)`.
+    pub device: String,
+    /// Details in force, for example how much host memory is page-locked.
+    pub notes: Vec<String>,
+}
+
+/// Time that a backend has spent on transfers since it was made.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct TransferTime {
+    /// Copy queues busy with demand fills.
+    pub demand: Duration,
+    /// Copy queues busy with prefetch fills.
+    pub prefetch: Duration,
+    /// Compute waiting for fills.
+    pub stalled: Duration,
+}
+
+/// A device: a slab of slots, copies into them, and the kernels that read them.
+///
+/// The caller (the schedule) guarantees: `allocate` comes first and once; between `begin` and `finish` of one work
+/// every assignment is served by exactly one [`WorkItem`]; a slot is passed to `run` only after the compute queue
+/// was made to wait for its fill, and to `fill` only with its last reader's ticket among `after`.
+///
+/// After an error nothing that is in slots may be trusted; the caller stops using the backend.
+pub trait Backend: Send {
+    /// What it is, what is in force.
+    fn info(&self) -> BackendInfo;
+
+    /// Makes the slab: `slots` times `slot_bytes` (a multiple of [`RECORD_ALIGN`](crate::expert::RECORD_ALIGN)),
+    /// in one allocation.
+    fn allocate(&mut self, slots: usize, slot_bytes: usize) -> Result<()>;
+
+    /// Enqueues one batch of fills on `queue` ([`Queue::Demand`] or [`Queue::Prefetch`]) behind `after`. Does not
+    /// wait for anything.
+    fn fill(&mut self, queue: Queue, after: &[Ticket], fills: &[Fill]) -> Result<Ticket>;
+
+    /// Makes what is enqueued on the compute queue from now on wait for `ticket`.
+    ///
+    /// # Errors
+    /// May report the failure of any earlier fill, by the expert's name.
+    fn wait(&mut self, ticket: Ticket) -> Result<()>;
+
+    /// A ticket for everything enqueued on the compute queue so far.
+    fn mark(&mut self) -> Result<Ticket>;
+
+    /// Whether `ticket` has been reached.
+    fn is_done(&mut self, ticket: Ticket) -> Result<bool>;
+
+    /// Starts a step's work.
+    fn begin(&mut self, work: Work<'_>) -> Result<()>;
+
+    /// Enqueues the work of `items`, which are in their slots.
+    fn run(&mut self, items: &[WorkItem]) -> Result<()>;
+
+    /// Ends the work that was begun and hands out its result (for [`Work::Ffn`] `[n, hidden]`, dtype as `x`).
+    /// Results are combined in assignment order, so they do not depend on the order in which items were run.
+    fn finish(&mut self) -> Result<Tensor>;
+
+    /// Waits until every queue is empty.
+    fn synchronize(&mut self) -> Result<()>;
+
+    /// Copies a slot's bytes back, after `synchronize`. For checks and tests.
+    fn read_slot(&mut self, slot: SlotId, out: &mut [u8]) -> Result<()>;
+
+    /// Overwrites a slot's bytes, after `synchronize`. For tests that damage a slot on purpose.
+    fn write_slot(&mut self, slot: SlotId, bytes: &[u8]) -> Result<()>;
+
+    /// Time spent so far.
+    fn transfer_time(&self) -> TransferTime;
+}

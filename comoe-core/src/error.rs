@@ -1,0 +1,157 @@
+//! Every way this crate refuses or fails, with what was asked, what there is and what to do.
+
+use std::path::PathBuf;
+
+use crate::expert::ExpertId;
+
+/// Shorthand for this crate's results.
+pub type Result<T> = std::result::Result<T, Error>;
+
+/// Every failure of this crate.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// A format name that is not known.
+    #[error(
+        "unknown expert format {asked:?}: use bf16, int8 or int4, with a group as in int4-g32 (32, 64, 128)"
+    )]
+    UnknownFormat {
+        /// The name as given.
+        asked: String,
+    },
+
+    /// A file could not be opened, read or written.
+    #[error("{}: {source}", path.display())]
+    Io {
+        /// The file or folder.
+        path: PathBuf,
+        /// What the system said.
+        source: std::io::Error,
+    },
+
+    /// A file is not what its name or header promises.
+    #[error("{}: {reason}", path.display())]
+    BadFile {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong and what to do, as one sentence.
+        reason: String,
+    },
+
+    /// A tensor is missing, or has the wrong shape or dtype.
+    #[error("tensor {name:?}: {reason}")]
+    BadTensor {
+        /// The tensor's name in the checkpoint.
+        name: String,
+        /// What is wrong: what was expected and what was found.
+        reason: String,
+    },
+
+    /// The store has no experts.
+    #[error("no expert tensors found in {what}: CoMoE runs Mixture-of-Experts models only")]
+    NoExperts {
+        /// The files that were searched.
+        what: String,
+    },
+
+    /// An id that the store does not hold.
+    #[error("there is no {id}: layer {} has {available} experts", id.layer)]
+    UnknownExpert {
+        /// The id asked for.
+        id: ExpertId,
+        /// Experts of that layer (0: the layer has none).
+        available: usize,
+    },
+
+    /// Too few slots.
+    #[error(
+        "{asked} slots are too few: one layer's top-k needs {least}; give at least that many (--slots {least})"
+    )]
+    TooFewSlots {
+        /// Slots asked for.
+        asked: usize,
+        /// The least that works.
+        least: usize,
+    },
+
+    /// The pool's bytes hold no record.
+    #[error(
+        "a pool of {asked} bytes holds no record of {record_bytes} bytes; give at least {least} bytes ({slots} slots)"
+    )]
+    PoolTooSmall {
+        /// Bytes asked for.
+        asked: u64,
+        /// Bytes of one record.
+        record_bytes: usize,
+        /// The least that works, in bytes.
+        least: u64,
+        /// The least that works, in slots.
+        slots: usize,
+    },
+
+    /// An argument of a call does not fit the cache.
+    #[error("{what}: {reason}")]
+    BadArgument {
+        /// The argument.
+        what: &'static str,
+        /// What was expected and what was given.
+        reason: String,
+    },
+
+    /// A routing weight or router output is not a number.
+    #[error("layer {layer}: the routing weight of token {token} is {value}; the router's output is broken")]
+    BadRoutingWeight {
+        /// The model's layer number.
+        layer: usize,
+        /// Row of the step's input.
+        token: usize,
+        /// The weight.
+        value: f32,
+    },
+
+    /// A record could not be brought into its slot.
+    #[error("filling {id} failed: {reason}")]
+    FillFailed {
+        /// The expert.
+        id: ExpertId,
+        /// What went wrong.
+        reason: String,
+    },
+
+    /// A device that this build or machine cannot use.
+    #[error("device {asked}: {reason}")]
+    Device {
+        /// The device asked for.
+        asked: String,
+        /// Why it cannot be used and what to do.
+        reason: String,
+    },
+
+    /// An earlier call failed half-way; the cache's contents are no longer known.
+    #[error("the cache stopped after an earlier error: {first}")]
+    Stopped {
+        /// The first error's text.
+        first: String,
+    },
+
+    /// An error of candle.
+    #[error(transparent)]
+    Candle(#[from] candle_core::Error),
+}
+
+impl Error {
+    /// Wraps an I/O error with the file it concerns.
+    pub fn io(path: impl Into<PathBuf>, source: std::io::Error) -> Self {
+        Self::Io { path: path.into(), source }
+    }
+
+    /// A file that is not what it should be.
+    pub fn bad_file(path: impl Into<PathBuf>, reason: impl Into<String>) -> Self {
+        Self::BadFile { path: path.into(), reason: reason.into() }
+    }
+
+    /// A tensor that is not what it should be.
+    pub fn bad_tensor(name: impl Into<String>, reason: impl Into<String>) -> Self {
+        Self::BadTensor { name: name.into(), reason: reason.into() }
+    }
+}

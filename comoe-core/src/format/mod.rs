@@ -1,0 +1,109 @@
+//! What do a record's bytes mean? One file per format: pack, unpack, dot products and the error bound.
+//!
+//! Quantised weights are symmetric, `w = scale * q`, in groups along the input dimension with f16 scales;
+//! `ceil(cols / group)` groups a row, so a ragged tail is allowed.
+
+use std::fmt;
+use std::str::FromStr;
+
+use crate::error::{Error, Result};
+
+const ROW_ALIGN: usize = 16;
+
+/// How the weights of a record are encoded.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum ExpertFormat {
+    /// BF16, two bytes a weight.
+    Bf16,
+    /// `q` in -127..=127, one byte a weight, an f16 scale per group.
+    Int8 {
+        /// Weights per scale: 32, 64 or 128.
+        group: usize,
+    },
+    /// Nibble `n` in 0..=15 with `q = n - 8`, half a byte a weight, an f16 scale per group.
+    Int4 {
+        /// Weights per scale: 32, 64 or 128.
+        group: usize,
+    },
+}
+
+impl ExpertFormat {
+    /// INT8 at the default group size.
+    pub const INT8: Self = Self::Int8 { group: 64 };
+    /// INT4 at the default group size.
+    pub const INT4: Self = Self::Int4 { group: 64 };
+
+    /// Bytes from one row of `cols` weights to the next, a multiple of 16.
+    pub fn row_bytes(self, cols: usize) -> usize {
+        match self {
+            Self::Bf16 => 2 * cols,
+            Self::Int8 { .. } => cols,
+            Self::Int4 { .. } => cols.div_ceil(2),
+        }
+        .next_multiple_of(ROW_ALIGN)
+    }
+
+    /// Bytes from one row's scales to the next, a multiple of 16; 0 for formats without scales.
+    pub fn scale_row_bytes(self, cols: usize) -> usize {
+        self.group().map_or(0, |group| (2 * cols.div_ceil(group)).next_multiple_of(ROW_ALIGN))
+    }
+
+    /// Weights per scale, for formats that have scales.
+    pub fn group(self) -> Option<usize> {
+        match self {
+            Self::Bf16 => None,
+            Self::Int8 { group } | Self::Int4 { group } => Some(group),
+        }
+    }
+
+    #[cfg(test)]
+    pub(crate) fn all_for_tests() -> impl Iterator<Item = Self> {
+        std::iter::once(Self::Bf16)
+            .chain([32, 64, 128].into_iter().flat_map(|group| [Self::Int8 { group }, Self::Int4 { group }]))
+    }
+}
+
+impl fmt::Display for ExpertFormat {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Bf16 => f.write_str("bf16"),
+            Self::Int8 { group } => write!(f, "int8-g{group}"),
+            Self::Int4 { group } => write!(f, "int4-g{group}"),
+        }
+    }
+}
+
+/// Reads `bf16`, `int8`, `int4` (group 64) and `int8-g32`, `int4-g128` and the like.
+impl FromStr for ExpertFormat {
+    type Err = Error;
+
+    fn from_str(s: &str) -> Result<Self> {
+        let bad = || Error::UnknownFormat { asked: s.to_owned() };
+        let (name, group) = match s.split_once("-g") {
+            Some((name, group)) => (name, group.parse().map_err(|_| bad())?),
+            None => (s, 64),
+        };
+        match (name, group) {
+            ("bf16", _) if !s.contains("-g") => Ok(Self::Bf16),
+            ("int8", 32 | 64 | 128) => Ok(Self::Int8 { group }),
+            ("int4", 32 | 64 | 128) => Ok(Self::Int4 { group }),
+            _ => Err(bad()),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_round_trip() {
+        for format in ExpertFormat::all_for_tests() {
+            assert_eq!(format.to_string().parse::<ExpertFormat>().unwrap(), format);
+        }
+        for bad in ["", "int4-g48", "bf16-g64", "fp4", "int8-g", "int8-gx"] {
+            assert!(bad.parse::<ExpertFormat>().is_err(), "{bad}");
+        }
+    }
+}
