@@ -1,8 +1,17 @@
 //! Where is a record on the host? A directory of keys, and sources that hand out a record's bytes.
 
+mod checkpoint;
 mod directory;
+mod naming;
+mod shard;
+#[cfg(test)]
+mod testing;
 
+pub use checkpoint::{Checkpoint, TensorView};
 pub use directory::{Directory, LayerEntry, RecordIndex};
+pub use naming::{ExpertTensor, Matrix, Naming, StackedLayout, TensorRole};
+/// Element type of a checkpoint's tensor.
+pub use safetensors::Dtype;
 
 use crate::error::Result;
 
