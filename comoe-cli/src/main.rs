@@ -1,1 +1,57 @@
-fn main() {}
+//! `comoe`: chat with big Mixture-of-Experts models.
+
+mod args;
+mod chat;
+mod error;
+mod generate;
+mod input;
+mod load;
+mod model_path;
+mod output;
+mod places;
+mod report;
+mod sampling;
+mod size;
+mod sys;
+mod talk;
+
+use std::process::ExitCode;
+
+use clap::Parser;
+use tracing_subscriber::EnvFilter;
+
+use crate::args::{Cli, Command};
+use crate::output::say;
+
+fn main() -> ExitCode {
+    let cli = match Cli::try_parse() {
+        Ok(cli) => cli,
+        Err(e) => {
+            // Help, version or a complaint, each to its stream; a stream that is closed changes nothing.
+            let _ = e.print();
+            return ExitCode::from(u8::try_from(e.exit_code()).unwrap_or(1));
+        }
+    };
+    log();
+    let done = match &cli.command {
+        Command::Chat(args) => chat::run(args),
+        Command::Generate(args) => generate::run(args),
+    };
+    match done {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(e) => {
+            say!("comoe: {}", e.line());
+            e.exit_code()
+        }
+    }
+}
+
+/// Sends what the libraries log to standard error. Their warnings are said by the program itself, so errors alone
+/// are logged unless asked otherwise.
+fn log() {
+    let filter = EnvFilter::builder()
+        .with_env_var("COMOE_LOG")
+        .with_default_directive(tracing::level_filters::LevelFilter::ERROR.into())
+        .from_env_lossy();
+    tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).without_time().init();
+}

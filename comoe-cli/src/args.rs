@@ -1,0 +1,243 @@
+//! The command line.
+
+use std::path::PathBuf;
+
+use clap::builder::{PossibleValuesParser, TypedValueParser};
+use clap::{Args, Parser, Subcommand};
+use comoe_core::{Capacity, ExpertFormat, PolicyKind, Prefetch, Scope};
+
+use crate::size::parse_size;
+
+const AFTER_HELP: &str = "\
+The answer goes to standard output, everything else to standard error.
+Exit codes: 0 done, 1 failed (also when standard output is closed early), 2 wrong usage.
+
+Environment:
+  COMOE_CACHE  folder for converted experts and the chat history
+               [default: $XDG_CACHE_HOME/comoe, or ~/.cache/comoe]
+  COMOE_LOG    what is logged, such as info or comoe_core=debug [default: error]";
+
+/// Runs Mixture-of-Experts models whose experts do not all fit in fast memory.
+#[derive(Debug, Parser)]
+#[command(name = "comoe", version, after_help = AFTER_HELP)]
+pub(crate) struct Cli {
+    #[command(subcommand)]
+    pub(crate) command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum Command {
+    /// Talk with a model; turns may also be piped in, one a line.
+    Chat(ChatArgs),
+    /// Answer one prompt.
+    Generate(GenerateArgs),
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct ChatArgs {
+    #[command(flatten)]
+    pub(crate) model: ModelArgs,
+    #[command(flatten)]
+    pub(crate) sampler: SamplerArgs,
+    /// Instructions to the model ahead of the conversation
+    #[arg(long, value_name = "TEXT")]
+    pub(crate) system: Option<String>,
+    #[command(flatten)]
+    pub(crate) output: OutputArgs,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct GenerateArgs {
+    #[command(flatten)]
+    pub(crate) model: ModelArgs,
+    /// What to answer; - reads standard input to its end
+    #[arg(long, short, value_name = "TEXT", allow_hyphen_values = true)]
+    pub(crate) prompt: String,
+    #[command(flatten)]
+    pub(crate) sampler: SamplerArgs,
+    #[command(flatten)]
+    pub(crate) output: OutputArgs,
+}
+
+/// Which model, and how its experts are kept.
+#[derive(Debug, Args)]
+pub(crate) struct ModelArgs {
+    /// Folder of the model, as downloaded [default: comoe-tiny, which comes with CoMoE]
+    pub(crate) model: Option<PathBuf>,
+    /// Tokens of context, answer included [default: the model's, at most 4096]
+    #[arg(long, value_name = "N", value_parser = parse_positive, help_heading = "Experts and memory")]
+    pub(crate) context: Option<usize>,
+    /// Experts to keep in the pool, in all layers together
+    #[arg(long, value_name = "N", group = "room", help_heading = "Experts and memory")]
+    slots: Option<usize>,
+    /// Memory for the pool, such as 900K or 12G
+    #[arg(long, value_name = "SIZE", group = "room", value_parser = parse_size, help_heading = "Experts and memory")]
+    pool: Option<u64>,
+    /// Keep every expert in the pool
+    ///
+    /// Without --slots, --pool and --resident: every expert if they take at most half of the memory available,
+    /// otherwise as many as fit in that half.
+    #[arg(long, group = "room", help_heading = "Experts and memory")]
+    resident: bool,
+    /// How experts are stored: source (as in the checkpoint), bf16, int8 or int4; int4-g32 chooses the group too
+    #[arg(
+        long, value_name = "FORMAT", default_value = "source", value_parser = parse_format,
+        help_heading = "Experts and memory"
+    )]
+    pub(crate) format: Format,
+    /// Which expert leaves when a slot is needed
+    #[arg(
+        long, default_value = "lru", help_heading = "Experts and memory",
+        value_parser = PossibleValuesParser::new(["lru", "lfu", "lfru"]).try_map(|s| s.parse::<PolicyKind>())
+    )]
+    pub(crate) policy: PolicyKind,
+    /// Whether each layer has slots of its own or all layers share them
+    #[arg(
+        long, default_value = "layer", help_heading = "Experts and memory",
+        value_parser = PossibleValuesParser::new(["layer", "global"]).try_map(|s| s.parse::<Scope>())
+    )]
+    pub(crate) scope: Scope,
+    /// What is brought ahead of time
+    #[arg(
+        long, default_value = "off", help_heading = "Experts and memory",
+        value_parser = PossibleValuesParser::new(["off", "correlation"]).try_map(|s| s.parse::<Prefetch>())
+    )]
+    pub(crate) prefetch: Prefetch,
+}
+
+impl ModelArgs {
+    /// The room asked for; `None` leaves the choice to the program.
+    pub(crate) fn capacity(&self) -> Option<Capacity> {
+        match (self.slots, self.pool) {
+            (Some(slots), _) => Some(Capacity::Slots(slots)),
+            (_, Some(bytes)) => Some(Capacity::Bytes(bytes)),
+            _ if self.resident => Some(Capacity::All),
+            _ => None,
+        }
+    }
+}
+
+/// How experts are stored.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Format {
+    /// As in the checkpoint.
+    Source,
+    /// Converted.
+    Converted(ExpertFormat),
+}
+
+fn parse_positive(text: &str) -> Result<usize, String> {
+    match text.parse() {
+        Ok(n) if n > 0 => Ok(n),
+        _ => Err("expected a whole number of at least 1".into()),
+    }
+}
+
+fn parse_format(text: &str) -> Result<Format, String> {
+    match text {
+        "source" => Ok(Format::Source),
+        _ => match text.parse() {
+            Ok(format) => Ok(Format::Converted(format)),
+            Err(_) => Err("use source, bf16, int8 or int4, with a group as in int4-g32 (32, 64, 128)".into()),
+        },
+    }
+}
+
+/// How the next token is chosen. What is not given comes from the model's `generation_config.json`.
+#[derive(Debug, Args)]
+pub(crate) struct SamplerArgs {
+    /// Most tokens of an answer [default: 1024, less when the context ends]
+    #[arg(long, value_name = "N", value_parser = parse_positive, help_heading = "Answer")]
+    pub(crate) max_tokens: Option<usize>,
+    /// 0 takes the likeliest token always [default of these: the model's own]
+    #[arg(long, value_name = "T", help_heading = "Answer", allow_negative_numbers = true)]
+    pub(crate) temperature: Option<f64>,
+    /// Keep the K likeliest tokens; 0 keeps all
+    #[arg(long, value_name = "K", help_heading = "Answer")]
+    pub(crate) top_k: Option<usize>,
+    /// Keep the likeliest tokens that make up this much probability
+    #[arg(long, value_name = "P", help_heading = "Answer", allow_negative_numbers = true)]
+    pub(crate) top_p: Option<f64>,
+    /// Drop tokens less likely than this part of the likeliest
+    #[arg(long, value_name = "P", help_heading = "Answer", allow_negative_numbers = true)]
+    pub(crate) min_p: Option<f64>,
+    /// Make tokens that occurred before less likely; 1 changes nothing
+    #[arg(long, value_name = "R", help_heading = "Answer", allow_negative_numbers = true)]
+    pub(crate) repetition_penalty: Option<f64>,
+    /// Tokens back that count as before; 0 counts all
+    #[arg(long, value_name = "N", help_heading = "Answer")]
+    pub(crate) repetition_window: Option<usize>,
+    /// Start of the random sequence: the same seed gives the same answer [default: the time]
+    #[arg(long, value_name = "N", help_heading = "Answer")]
+    pub(crate) seed: Option<u64>,
+    /// Continue the text as it is, without the chat template
+    #[arg(long, help_heading = "Answer")]
+    pub(crate) raw: bool,
+}
+
+/// What is printed beside the answer.
+#[derive(Debug, Args)]
+pub(crate) struct OutputArgs {
+    /// Print speed, cache statistics and memory at the end
+    #[arg(long, help_heading = "Output")]
+    pub(crate) stats: bool,
+    /// Print one JSON object per answer instead of its text
+    #[arg(long, help_heading = "Output")]
+    pub(crate) json: bool,
+    /// Print nothing but the answer, warnings and errors
+    #[arg(long, short, help_heading = "Output")]
+    pub(crate) quiet: bool,
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::CommandFactory;
+
+    use super::*;
+
+    fn generate(args: &[&str]) -> Result<GenerateArgs, clap::Error> {
+        let all = ["comoe", "generate", "--prompt", "x"].iter().chain(args);
+        match Cli::try_parse_from(all)?.command {
+            Command::Generate(g) => Ok(g),
+            Command::Chat(_) => unreachable!("generate was asked for"),
+        }
+    }
+
+    #[test]
+    fn the_definition_is_sound() {
+        Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn room_is_asked_for_in_one_way() {
+        let room = |args: &[&str]| generate(args).map(|g| g.model.capacity());
+        assert_eq!(room(&[]).unwrap(), None);
+        assert_eq!(room(&["--slots", "9"]).unwrap(), Some(Capacity::Slots(9)));
+        assert_eq!(room(&["--pool", "900K"]).unwrap(), Some(Capacity::Bytes(900 << 10)));
+        assert_eq!(room(&["--resident"]).unwrap(), Some(Capacity::All));
+        for two in [["--slots=9", "--resident"], ["--slots=9", "--pool=1G"], ["--pool=1G", "--resident"]] {
+            assert_eq!(room(&two).unwrap_err().kind(), clap::error::ErrorKind::ArgumentConflict, "{two:?}");
+        }
+    }
+
+    #[test]
+    fn names_are_those_of_the_library() {
+        let g = generate(&[
+            "m",
+            "--format=int4-g32",
+            "--policy=lfru",
+            "--scope=global",
+            "--prefetch=correlation",
+        ]);
+        let m = g.unwrap().model;
+        assert_eq!(m.model, Some("m".into()));
+        assert_eq!(m.format, Format::Converted(ExpertFormat::Int4 { group: 32 }));
+        assert_eq!((m.policy, m.scope, m.prefetch), (PolicyKind::Lfru, Scope::Global, Prefetch::Correlation));
+        assert_eq!(generate(&[]).unwrap().model.format, Format::Source);
+        for bad in
+            ["--format=fp4", "--policy=fifo", "--scope=all", "--prefetch=on", "--pool=big", "--slots=-1"]
+        {
+            assert!(generate(&[bad]).is_err(), "{bad}");
+        }
+    }
+}

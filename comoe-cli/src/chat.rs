@@ -1,0 +1,157 @@
+//! `comoe chat`: turns from a person at a terminal, or from a pipe.
+
+use std::io::{BufReader, IsTerminal};
+use std::path::PathBuf;
+
+use rustyline::config::Behavior;
+use rustyline::error::{ReadlineError, Signal};
+use rustyline::history::FileHistory;
+use rustyline::{Config, Editor};
+
+use crate::args::ChatArgs;
+use crate::error::{Error, Result};
+use crate::input::Lines;
+use crate::load::{self, Loaded};
+use crate::output::say;
+use crate::places::CacheFolder;
+use crate::sys::{MemoryWatch, catch_interrupts};
+use crate::talk::{Talk, check_prompt};
+use crate::{report, sampling};
+
+const HELP: &str = "\
+/help   this text
+/stats  what the expert cache did so far, and the memory in use
+/reset  forget the conversation
+/quit   end (so does Ctrl-D, or Ctrl-C twice)
+Ctrl-C stops an answer. A line that begins with a space is said even if a / follows.";
+
+pub(crate) fn run(args: &ChatArgs) -> Result<()> {
+    sampling::check(&args.sampler)?;
+    let memory = MemoryWatch::start();
+    let loaded = load::load(&args.model, args.output.quiet)?;
+    let mut talk = Talk::new(&loaded, &args.sampler, args.system.as_deref(), &args.output, Some(&memory))?;
+    catch_interrupts();
+
+    let mut turns = Turns::open(args.output.quiet)?;
+    loop {
+        let line = match turns.next_turn()? {
+            Turn::Line(line) => line,
+            Turn::End => break,
+        };
+        if check_prompt(&line, args.sampler.raw).is_err() {
+            continue;
+        }
+        if line.starts_with('/') {
+            match line.trim_end() {
+                "/quit" => break,
+                "/help" => say!("{HELP}"),
+                "/stats" => say_stats(&loaded, &memory),
+                "/reset" => {
+                    talk.reset();
+                    say!("the conversation is forgotten");
+                }
+                other => say!("{other} is no command; /help lists them"),
+            }
+            continue;
+        }
+        match talk.say(&line) {
+            Ok(_) => {}
+            // A person can say something else; a pipe cannot.
+            Err(Error::Models(e)) if turns.is_a_person() => say!("error: {}", Error::Models(e).line()),
+            Err(e) => return Err(e),
+        }
+    }
+    if args.output.stats {
+        report::say_cache(&loaded, &memory);
+    }
+    report::say_warnings(&loaded);
+    Ok(())
+}
+
+fn say_stats(loaded: &Loaded, memory: &MemoryWatch) {
+    report::say_cache(loaded, memory);
+    report::say_warnings(loaded);
+}
+
+enum Turn {
+    Line(String),
+    End,
+}
+
+/// Where turns come from.
+enum Turns {
+    Person(Box<Prompt>),
+    Pipe(Lines<BufReader<std::io::Stdin>>),
+}
+
+impl Turns {
+    fn open(quiet: bool) -> Result<Self> {
+        if !std::io::stdin().is_terminal() {
+            return Ok(Self::Pipe(Lines::new(BufReader::new(std::io::stdin()))));
+        }
+        if !quiet {
+            say!("/help lists the commands, Ctrl-C stops an answer, Ctrl-D ends");
+        }
+        Ok(Self::Person(Box::new(Prompt::open()?)))
+    }
+
+    fn is_a_person(&self) -> bool {
+        matches!(self, Self::Person(_))
+    }
+
+    fn next_turn(&mut self) -> Result<Turn> {
+        match self {
+            Self::Person(prompt) => prompt.next_turn(),
+            Self::Pipe(lines) => Ok(lines.next_line()?.map_or(Turn::End, Turn::Line)),
+        }
+    }
+}
+
+/// Line editing with a history that outlives the program.
+struct Prompt {
+    editor: Editor<(), FileHistory>,
+    history: PathBuf,
+}
+
+impl Prompt {
+    fn open() -> Result<Self> {
+        // The terminal itself, so that a redirected standard output gets answers only.
+        let config = Config::builder().auto_add_history(true).behavior(Behavior::PreferTerm).build();
+        let mut editor = Editor::with_config(config)?;
+        let history = CacheFolder::open().path().join("history");
+        // There is none at first, and one that cannot be read is no reason not to talk.
+        if let Err(e) = editor.load_history(&history) {
+            tracing::debug!("history {}: {e}", history.display());
+        }
+        Ok(Self { editor, history })
+    }
+
+    fn next_turn(&mut self) -> Result<Turn> {
+        let mut interrupted = false;
+        loop {
+            return match self.editor.readline("> ") {
+                Ok(line) => Ok(Turn::Line(line)),
+                Err(ReadlineError::Eof) => Ok(Turn::End),
+                Err(ReadlineError::Interrupted | ReadlineError::Signal(Signal::Interrupt)) => {
+                    if interrupted {
+                        return Ok(Turn::End);
+                    }
+                    interrupted = true;
+                    say!("Ctrl-C once more, Ctrl-D or /quit ends");
+                    continue;
+                }
+                // The window changed its size: the line is read anew.
+                Err(ReadlineError::Signal(_)) => continue,
+                Err(e) => Err(e.into()),
+            };
+        }
+    }
+}
+
+impl Drop for Prompt {
+    fn drop(&mut self) {
+        if let Err(e) = self.editor.append_history(&self.history) {
+            tracing::warn!("history {}: {e}", self.history.display());
+        }
+    }
+}

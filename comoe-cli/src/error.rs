@@ -1,0 +1,95 @@
+//! Every way the program ends badly, and its exit code.
+
+use std::io;
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+pub(crate) type Result<T> = std::result::Result<T, Error>;
+
+/// Exit code of a run that failed.
+const FAILED: u8 = 1;
+/// Exit code of a command line that cannot be meant; clap uses the same.
+const USAGE: u8 = 2;
+
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum Error {
+    #[error("{}: {source}; give the folder of a model, with config.json in it", path.display())]
+    NoModelFolder { path: PathBuf, source: io::Error },
+
+    #[error("{} is a file; give the folder of a model, with config.json in it", path.display())]
+    ModelIsAFile { path: PathBuf },
+
+    #[error(
+        "comoe-tiny was not found (looked for {}); give the folder of a model",
+        places.iter().map(|p| p.display().to_string()).collect::<Vec<_>>().join(", ")
+    )]
+    NoBundledModel { places: Vec<PathBuf> },
+
+    /// An option whose value no model could make right.
+    #[error("{0}")]
+    Usage(comoe_models::Error),
+
+    #[error("{}: {reason}; correct it or give {option}", path.display())]
+    BadDefault { path: PathBuf, option: String, reason: String },
+
+    #[error("the prompt is empty: give --prompt some text")]
+    EmptyPrompt,
+
+    #[error("standard input, line {line}: not UTF-8 at byte {byte} of the line; convert it to UTF-8 first")]
+    NotUtf8 { line: usize, byte: usize },
+
+    #[error("standard input, line {line}: longer than {limit} bytes; split it into shorter turns")]
+    LineTooLong { line: usize, limit: usize },
+
+    #[error("standard input: more than {limit} bytes; give a shorter prompt")]
+    InputTooLong { limit: usize },
+
+    #[error("standard input: {0}")]
+    Input(io::Error),
+
+    #[error("standard output was closed before the answer ended; let its reader read to the end")]
+    OutputClosed,
+
+    #[error("standard output: {0}")]
+    Output(io::Error),
+
+    #[error("terminal: {0}")]
+    Terminal(#[from] rustyline::error::ReadlineError),
+
+    #[error(transparent)]
+    Models(#[from] comoe_models::Error),
+}
+
+impl Error {
+    pub(crate) fn exit_code(&self) -> ExitCode {
+        match self {
+            Self::Usage(_) => ExitCode::from(USAGE),
+            _ => ExitCode::from(FAILED),
+        }
+    }
+
+    /// The message on one line, whatever a library put into it.
+    pub(crate) fn line(&self) -> String {
+        let text = self.to_string();
+        text.lines().map(str::trim).filter(|l| !l.is_empty()).collect::<Vec<_>>().join("; ")
+    }
+
+    /// Wraps a failed write to standard output.
+    pub(crate) fn output(source: io::Error) -> Self {
+        match source.kind() {
+            io::ErrorKind::BrokenPipe => Self::OutputClosed,
+            _ => Self::Output(source),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_message_is_one_line() {
+        let e = Error::Input(io::Error::other("first\n  second\n\nthird\n"));
+        assert_eq!(e.line(), "standard input: first; second; third");
+    }
+}

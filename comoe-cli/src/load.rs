@@ -1,0 +1,162 @@
+//! From arguments to a model that is ready, and what is in force said aloud.
+
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use candle_core::Device;
+use comoe_core::stats::human_bytes;
+use comoe_core::{CacheOptions, Capacity};
+use comoe_models::{LoadOptions, Model, Progress};
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+
+use crate::args::{Format, ModelArgs};
+use crate::error::Result;
+use crate::model_path;
+use crate::output::{say, watched};
+use crate::places::CacheFolder;
+use crate::sys;
+
+/// Part of the memory available that experts may take when nothing is asked for. The rest is for the dense part,
+/// the KV cache, and the page cache that misses are read through.
+const SHARE: u64 = 2;
+
+/// A model and how it came about.
+pub(crate) struct Loaded {
+    pub(crate) model: Model,
+    pub(crate) folder: PathBuf,
+    pub(crate) options: LoadOptions,
+    pub(crate) took: Duration,
+}
+
+/// Finds and loads the model.
+///
+/// # Errors
+/// Names the folder, file, tensor or number that is wrong.
+pub(crate) fn load(args: &ModelArgs, quiet: bool) -> Result<Loaded> {
+    let folder = model_path::find(args.model.as_deref())?;
+    let cache_dir = match args.format {
+        Format::Source => None,
+        Format::Converted(_) => {
+            let cache = CacheFolder::open();
+            if let Some(note) = &cache.note {
+                say!("note: {note}");
+            }
+            Some(cache.path().to_owned())
+        }
+    };
+    let options = LoadOptions {
+        context: args.context,
+        cache: CacheOptions {
+            capacity: args.capacity().unwrap_or_else(default_capacity),
+            policy: args.policy,
+            scope: args.scope,
+            prefetch: args.prefetch,
+            ..CacheOptions::default()
+        },
+        format: match args.format {
+            Format::Source => None,
+            Format::Converted(format) => Some(format),
+        },
+        cache_dir,
+        ..LoadOptions::default()
+    };
+    let bar = Bar::new();
+    let started = Instant::now();
+    let model = Model::load(&folder, &Device::Cpu, &options, &mut |p| bar.show(p));
+    let took = started.elapsed();
+    bar.clear();
+    let loaded = Loaded { model: model?, folder, options, took };
+    loaded.say_what_is_in_force(quiet);
+    Ok(loaded)
+}
+
+/// As many experts as fit the share of memory that experts may take, all of them if they fit.
+fn default_capacity() -> Capacity {
+    sys::available_memory().map_or(Capacity::All, |bytes| Capacity::Bytes(bytes / SHARE))
+}
+
+impl Loaded {
+    /// The model's name: that of its folder.
+    pub(crate) fn name(&self) -> String {
+        name_of(&self.folder)
+    }
+
+    fn say_what_is_in_force(&self, quiet: bool) {
+        let experts = self.model.experts();
+        if !quiet {
+            let (stats, directory) = (experts.stats(), experts.directory());
+            let layers = directory.layers();
+            say!(
+                "{} on {}: {} layers with experts, context {}, loaded in {:.2} s",
+                self.name(),
+                experts.backend_info().name,
+                layers.len(),
+                self.model.decoder().context(),
+                self.took.as_secs_f64()
+            );
+            let room = if stats.slots == stats.records {
+                format!("all {} resident ({})", stats.records, human_bytes(stats.pool_bytes()))
+            } else {
+                format!(
+                    "{} slots for {} ({} of {}), {}, scope {}, prefetch {}",
+                    stats.slots,
+                    stats.records,
+                    human_bytes(stats.pool_bytes()),
+                    human_bytes(directory.total_bytes()),
+                    self.options.cache.policy,
+                    self.options.cache.scope,
+                    self.options.cache.prefetch
+                )
+            };
+            say!("experts: {}, {room}", self.format());
+        }
+        for note in experts.notes().iter().chain(&experts.backend_info().notes) {
+            say!("note: {note}");
+        }
+    }
+
+    /// The experts' format in force.
+    pub(crate) fn format(&self) -> String {
+        self.options.format.map_or_else(|| "source".to_owned(), |f| f.to_string())
+    }
+}
+
+/// Last part of a path, also of `.` and the like.
+fn name_of(folder: &Path) -> String {
+    let full = folder.canonicalize().unwrap_or_else(|_| folder.to_owned());
+    full.file_name().map_or_else(|| full.display().to_string(), |n| n.to_string_lossy().into_owned())
+}
+
+/// Progress of loading, drawn where a person watches.
+struct Bar(ProgressBar);
+
+impl Bar {
+    fn new() -> Self {
+        if !watched() {
+            return Self(ProgressBar::hidden());
+        }
+        let bar = ProgressBar::with_draw_target(None, ProgressDrawTarget::stderr());
+        // The template is ours and valid; a bar of the default style would do as well.
+        if let Ok(style) = ProgressStyle::with_template("{msg:>10} {wide_bar} {bytes}/{total_bytes} {eta:>4}")
+        {
+            bar.set_style(style);
+        }
+        Self(bar)
+    }
+
+    fn show(&self, progress: Progress) {
+        let (what, done, total) = match progress {
+            Progress::Dense { done, total } => ("loading", done, total),
+            _ => return,
+        };
+        self.0.set_message(what);
+        self.0.set_length(total);
+        self.0.set_position(done);
+    }
+
+    fn clear(&self) {
+        self.0.finish_and_clear();
+        let _ = std::io::stderr().flush();
+    }
+}

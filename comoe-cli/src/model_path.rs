@@ -1,0 +1,100 @@
+//! Where a model is found.
+
+use std::path::{Path, PathBuf};
+
+use crate::error::{Error, Result};
+
+/// The model that comes with CoMoE.
+pub(crate) const BUNDLED: &str = "comoe-tiny";
+/// The file that makes a folder a model.
+const CONFIG: &str = "config.json";
+
+/// The folder of the model asked for, or of comoe-tiny when none is.
+pub(crate) fn find(asked: Option<&Path>) -> Result<PathBuf> {
+    match asked {
+        Some(path) => given(path),
+        None => bundled(&candidates(
+            std::env::current_exe().ok().as_deref(),
+            std::env::current_dir().ok().as_deref(),
+            Path::new(env!("CARGO_MANIFEST_DIR")),
+        )),
+    }
+}
+
+fn given(path: &Path) -> Result<PathBuf> {
+    match std::fs::metadata(path) {
+        Err(source) => Err(Error::NoModelFolder { path: path.to_owned(), source }),
+        Ok(meta) if !meta.is_dir() => Err(Error::ModelIsAFile { path: path.to_owned() }),
+        Ok(_) => Ok(path.to_owned()),
+    }
+}
+
+/// Places for comoe-tiny, best first: beside the executable, upward from the working directory, in the checkout that
+/// the executable was built from.
+fn candidates(executable: Option<&Path>, working: Option<&Path>, crate_folder: &Path) -> Vec<PathBuf> {
+    let beside = executable.and_then(Path::parent).into_iter();
+    let upward = working.into_iter().flat_map(Path::ancestors);
+    let checkout = crate_folder.parent().into_iter();
+    let mut places: Vec<PathBuf> = beside
+        .flat_map(|d| [d.join(BUNDLED), d.join("assets").join(BUNDLED)])
+        .chain(upward.map(|d| d.join("assets").join(BUNDLED)))
+        .chain(checkout.map(|d| d.join("assets").join(BUNDLED)))
+        .collect();
+    let mut seen = std::collections::HashSet::new();
+    places.retain(|p| seen.insert(p.clone()));
+    places
+}
+
+fn bundled(places: &[PathBuf]) -> Result<PathBuf> {
+    let found = places.iter().find(|p| p.join(CONFIG).is_file());
+    found.cloned().ok_or_else(|| Error::NoBundledModel { places: places.to_vec() })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn put_model(folder: &Path) {
+        std::fs::create_dir_all(folder).unwrap();
+        std::fs::write(folder.join(CONFIG), "{}").unwrap();
+    }
+
+    #[test]
+    fn the_bundled_model_is_looked_for_in_order() {
+        let root = tempfile::tempdir().unwrap();
+        let bin = root.path().join("bin");
+        let deep = root.path().join("work/a/b");
+        let checkout = root.path().join("checkout");
+        std::fs::create_dir_all(&deep).unwrap();
+        let search =
+            || bundled(&candidates(Some(&bin.join("comoe")), Some(&deep), &checkout.join("comoe-cli")));
+
+        let e = search().unwrap_err().to_string();
+        assert!(e.contains(&bin.join(BUNDLED).display().to_string()) && e.contains("give the folder"), "{e}");
+        // From the last place to the first: each found takes over.
+        for place in [
+            checkout.join("assets/comoe-tiny"),
+            root.path().join("work/assets/comoe-tiny"),
+            deep.join("assets/comoe-tiny"),
+            bin.join("assets/comoe-tiny"),
+            bin.join("comoe-tiny"),
+        ] {
+            // A folder of that name without a model does not count.
+            std::fs::create_dir_all(&place).unwrap();
+            assert!(search().map_or(true, |found| found != place));
+            put_model(&place);
+            assert_eq!(search().unwrap(), place);
+        }
+    }
+
+    #[test]
+    fn a_folder_given_must_be_one() {
+        let root = tempfile::tempdir().unwrap();
+        assert_eq!(given(root.path()).unwrap(), root.path());
+        let file = root.path().join("model.safetensors");
+        assert!(matches!(given(&file), Err(Error::NoModelFolder { .. })));
+        std::fs::write(&file, "").unwrap();
+        let e = given(&file).unwrap_err().to_string();
+        assert!(e.contains("model.safetensors") && e.contains("folder"), "{e}");
+    }
+}

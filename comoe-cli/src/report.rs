@@ -1,0 +1,170 @@
+//! What is told about a run: `--stats` for people, `--json` for programs.
+
+use comoe_core::CacheStats;
+use comoe_core::stats::human_bytes;
+use comoe_models::{Finish, Generation};
+use serde::Serialize;
+
+use crate::load::Loaded;
+use crate::output::say;
+use crate::sys::MemoryWatch;
+
+/// The object that `--json` prints. Fields may be added, never renamed.
+#[derive(Debug, Serialize)]
+pub(crate) struct Report<'a> {
+    text: &'a str,
+    tokens: &'a [u32],
+    prompt_tokens: usize,
+    /// Prompt tokens whose keys and values were kept from the turn before.
+    reused_tokens: usize,
+    finish: Finish,
+    seed: u64,
+    model: String,
+    format: String,
+    timings: Timings,
+    cache: Cache,
+    /// Bytes; absent where the system does not say.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    peak_rss_anon_bytes: Option<u64>,
+}
+
+#[derive(Debug, Serialize)]
+struct Timings {
+    load_s: f64,
+    prefill_s: f64,
+    decode_s: f64,
+    decode_tok_s: f64,
+}
+
+/// Counters since the program started.
+#[derive(Debug, Serialize)]
+struct Cache {
+    slots: usize,
+    staging_slots: usize,
+    experts: usize,
+    record_bytes: usize,
+    policy: String,
+    scope: String,
+    prefetch: String,
+    accesses: u64,
+    hits: u64,
+    misses: u64,
+    late: u64,
+    hit_rate: f64,
+    transfers: u64,
+    records_moved: u64,
+    bytes_moved: u64,
+    prefetched: u64,
+    prefetch_used: u64,
+    prefetch_wasted: u64,
+    prefetch_wasted_bytes: u64,
+    stalled_s: f64,
+}
+
+impl<'a> Report<'a> {
+    pub(crate) fn new(
+        loaded: &Loaded,
+        generation: &'a Generation,
+        seed: u64,
+        memory: Option<&MemoryWatch>,
+    ) -> Self {
+        let timings = &generation.timings;
+        Self {
+            text: &generation.text,
+            tokens: &generation.tokens,
+            prompt_tokens: generation.prompt_tokens,
+            reused_tokens: generation.reused_tokens,
+            finish: generation.finish,
+            seed,
+            model: loaded.name(),
+            format: loaded.format(),
+            timings: Timings {
+                load_s: loaded.took.as_secs_f64(),
+                prefill_s: timings.prefill.as_secs_f64(),
+                decode_s: timings.decode.as_secs_f64(),
+                decode_tok_s: timings.decode_tokens_per_second(),
+            },
+            cache: Cache::new(loaded, &loaded.model.experts().stats()),
+            peak_rss_anon_bytes: memory.and_then(MemoryWatch::peak),
+        }
+    }
+
+    /// One line of JSON, with its newline.
+    pub(crate) fn line(&self) -> String {
+        // Strings, numbers and lists only: nothing in it can fail to be written.
+        serde_json::to_string(self).unwrap_or_default() + "\n"
+    }
+}
+
+impl Cache {
+    fn new(loaded: &Loaded, stats: &CacheStats) -> Self {
+        let options = &loaded.options.cache;
+        Self {
+            slots: stats.slots,
+            staging_slots: stats.staging_slots,
+            experts: stats.records,
+            record_bytes: stats.slot_bytes,
+            policy: options.policy.to_string(),
+            scope: options.scope.to_string(),
+            prefetch: options.prefetch.to_string(),
+            accesses: stats.accesses(),
+            hits: stats.hits(),
+            misses: stats.misses(),
+            late: stats.late(),
+            hit_rate: stats.hit_rate(),
+            transfers: stats.transfers,
+            records_moved: stats.records_moved,
+            bytes_moved: stats.bytes_moved,
+            prefetched: stats.prefetched,
+            prefetch_used: stats.prefetch_used,
+            prefetch_wasted: stats.prefetch_wasted,
+            prefetch_wasted_bytes: stats.prefetch_wasted_bytes,
+            stalled_s: stats.time.stalled.as_secs_f64(),
+        }
+    }
+}
+
+/// Speed of one answer.
+pub(crate) fn say_speed(generation: &Generation) {
+    let timings = &generation.timings;
+    let prefill = timings.prefill.as_secs_f64();
+    let kept = match generation.reused_tokens {
+        0 => String::new(),
+        n => format!(", {n} more kept from before"),
+    };
+    say!(
+        "prompt   {} tokens in {prefill:.3} s ({:.0} tokens/s){kept}",
+        timings.prefill_tokens,
+        timings.prefill_tokens as f64 / prefill.max(f64::MIN_POSITIVE)
+    );
+    say!(
+        "answer   {} tokens in {:.3} s ({:.1} tokens/s), ended by {}",
+        generation.tokens.len(),
+        timings.decode.as_secs_f64(),
+        timings.decode_tokens_per_second(),
+        match generation.finish {
+            Finish::Stop => "the model",
+            Finish::Length => "the limit of tokens",
+            Finish::Cancelled => "Ctrl-C",
+        }
+    );
+}
+
+/// The cache's counters and the memory.
+pub(crate) fn say_cache(loaded: &Loaded, memory: &MemoryWatch) {
+    say!("{}", loaded.model.experts().stats());
+    if let Some(peak) = memory.peak() {
+        say!(
+            "memory   peak RssAnon {} (sampled every {} ms)",
+            human_bytes(peak),
+            MemoryWatch::EVERY.as_millis()
+        );
+    }
+}
+
+/// What the cache advises after the run.
+pub(crate) fn say_warnings(loaded: &Loaded) {
+    for warning in loaded.model.experts().stats().warnings() {
+        say!("warning: {warning}");
+    }
+}

@@ -1,0 +1,195 @@
+//! What the operating system is asked for: memory figures, and Ctrl-C.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+pub(crate) use interrupt::{Answering, catch_interrupts};
+
+/// Memory that programs can still take, in bytes: what the kernel estimates, or less where a control group sets a
+/// limit. `None` where it cannot be known.
+pub(crate) fn available_memory() -> Option<u64> {
+    let read = |path: &str| std::fs::read_to_string(path).ok();
+    let machine = field(&read("/proc/meminfo")?, "MemAvailable:")?;
+    let number = |path: &str| read(path)?.trim().parse::<u64>().ok();
+    // A limit that is not set reads as "max" (version 2) or as a huge number (version 1).
+    let left = |limit: &str, used: &str| Some(number(limit)?.saturating_sub(number(used)?));
+    let group = left("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current").or_else(|| {
+        left("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes")
+    });
+    Some(group.map_or(machine, |g| g.min(machine)))
+}
+
+/// A line such as `RssAnon:    1234 kB` of a file under `/proc`, in bytes.
+fn field(text: &str, name: &str) -> Option<u64> {
+    let rest = text.lines().find_map(|line| line.strip_prefix(name))?;
+    rest.trim().strip_suffix("kB")?.trim().parse::<u64>().ok().map(|kb| kb * 1024)
+}
+
+/// Anonymous memory of this process right now, in bytes: its own, without mapped files.
+fn anonymous_memory() -> Option<u64> {
+    field(&std::fs::read_to_string("/proc/self/status").ok()?, "RssAnon:")
+}
+
+/// Watches this process's anonymous memory from a thread. The kernel keeps a peak of all resident memory, mapped
+/// files included, but none of the anonymous part, so it is sampled.
+#[derive(Debug)]
+pub(crate) struct MemoryWatch {
+    shared: Arc<Watched>,
+    thread: Option<JoinHandle<()>>,
+}
+
+#[derive(Debug, Default)]
+struct Watched {
+    peak: AtomicU64,
+    stop: AtomicBool,
+}
+
+impl Watched {
+    fn sample(&self) {
+        self.peak.fetch_max(anonymous_memory().unwrap_or(0), Ordering::Relaxed);
+    }
+}
+
+impl MemoryWatch {
+    /// Time between samples.
+    pub(crate) const EVERY: Duration = Duration::from_millis(5);
+
+    /// Starts watching.
+    pub(crate) fn start() -> Self {
+        let shared = Arc::<Watched>::default();
+        let watched = shared.clone();
+        let sample = move || {
+            while !watched.stop.load(Ordering::Relaxed) {
+                watched.sample();
+                std::thread::park_timeout(Self::EVERY);
+            }
+        };
+        // Without a thread the peak is that of the moments asked for.
+        let thread = std::thread::Builder::new().name("memory watch".into()).spawn(sample).ok();
+        Self { shared, thread }
+    }
+
+    /// Largest anonymous memory seen so far, in bytes; `None` where the system does not say.
+    pub(crate) fn peak(&self) -> Option<u64> {
+        self.shared.sample();
+        Some(self.shared.peak.load(Ordering::Relaxed)).filter(|&p| p > 0)
+    }
+}
+
+impl Drop for MemoryWatch {
+    fn drop(&mut self) {
+        self.shared.stop.store(true, Ordering::Relaxed);
+        if let Some(thread) = self.thread.take() {
+            thread.thread().unpark();
+            // A sampler that panicked has nothing more to say.
+            let _ = thread.join();
+        }
+    }
+}
+
+/// Ctrl-C: a plain `sigaction`, since all that is needed is one flag, and no thread should wait for it.
+#[cfg(unix)]
+mod interrupt {
+    use std::sync::atomic::{AtomicBool, Ordering};
+
+    static ANSWERING: AtomicBool = AtomicBool::new(false);
+    static INTERRUPTED: AtomicBool = AtomicBool::new(false);
+
+    /// While this lives, Ctrl-C is noted and nothing else; otherwise it ends the program as usual.
+    #[derive(Debug)]
+    pub(crate) struct Answering(());
+
+    impl Answering {
+        pub(crate) fn begin() -> Self {
+            INTERRUPTED.store(false, Ordering::SeqCst);
+            ANSWERING.store(true, Ordering::SeqCst);
+            Self(())
+        }
+
+        /// Whether Ctrl-C was pressed since.
+        pub(crate) fn interrupted(&self) -> bool {
+            INTERRUPTED.load(Ordering::SeqCst)
+        }
+    }
+
+    impl Drop for Answering {
+        fn drop(&mut self) {
+            ANSWERING.store(false, Ordering::SeqCst);
+        }
+    }
+
+    extern "C" fn on_interrupt(signal: libc::c_int) {
+        if ANSWERING.load(Ordering::SeqCst) {
+            INTERRUPTED.store(true, Ordering::SeqCst);
+        } else {
+            // SAFETY: both calls are async-signal-safe (POSIX 2.4.3). The signal is blocked while its handler runs,
+            // so it is delivered, with the default action, when this returns: the parent sees how the program ended.
+            unsafe {
+                libc::signal(signal, libc::SIG_DFL);
+                libc::raise(signal);
+            }
+        }
+    }
+
+    /// From now on Ctrl-C stops an answer. Reads and writes that it interrupts are started again.
+    pub(crate) fn catch_interrupts() {
+        // SAFETY: `action` is a plain C struct for which all zeroes is valid; the handler has the signature that
+        // `sa_sigaction` without SA_SIGINFO calls, and touches atomics and async-signal-safe calls only.
+        unsafe {
+            let mut action: libc::sigaction = std::mem::zeroed();
+            action.sa_sigaction = on_interrupt as extern "C" fn(libc::c_int) as libc::sighandler_t;
+            action.sa_flags = libc::SA_RESTART;
+            libc::sigemptyset(&mut action.sa_mask);
+            // Can fail for a wrong signal number only.
+            libc::sigaction(libc::SIGINT, &action, std::ptr::null_mut());
+        }
+    }
+}
+
+/// Elsewhere Ctrl-C ends the program.
+#[cfg(not(unix))]
+mod interrupt {
+    #[derive(Debug)]
+    pub(crate) struct Answering(());
+
+    impl Answering {
+        pub(crate) fn begin() -> Self {
+            Self(())
+        }
+
+        pub(crate) fn interrupted(&self) -> bool {
+            false
+        }
+    }
+
+    pub(crate) fn catch_interrupts() {}
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn fields_of_proc_are_read() {
+        let text = "VmHWM:\t   20 kB\nRssAnon:\t    3084 kB\nRssFile:\t1 kB\nThreads:\t1\n";
+        assert_eq!(field(text, "RssAnon:"), Some(3084 * 1024));
+        assert_eq!(field(text, "Threads:"), None);
+        assert_eq!(field(text, "Missing:"), None);
+    }
+
+    #[test]
+    #[cfg(target_os = "linux")]
+    fn a_peak_stays_when_the_memory_is_given_back() {
+        let watch = MemoryWatch::start();
+        let before = watch.peak().unwrap();
+        let block = vec![1u8; 64 << 20];
+        let during = watch.peak().unwrap();
+        assert!(std::hint::black_box(&block).iter().all(|b| *b == 1));
+        drop(block);
+        let after = watch.peak().unwrap();
+        assert!(during >= before + (32 << 20) && after >= during, "{before} {during} {after}");
+        assert!(available_memory().unwrap() > 0);
+    }
+}
