@@ -90,7 +90,7 @@ impl Loaded {
             say!(
                 "{} on {}: {} layers with experts, context {}, loaded in {:.2} s",
                 self.name(),
-                experts.backend_info().name,
+                experts.backend_info().device,
                 layers.len(),
                 self.model.decoder().context(),
                 self.took.as_secs_f64()

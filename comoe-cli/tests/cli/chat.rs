@@ -1,0 +1,130 @@
+//! `comoe chat` with turns from a pipe.
+
+use std::process::Stdio;
+
+use crate::checkpoint::{Checkpoint, Sizes};
+#[cfg(unix)]
+use crate::program::Running;
+use crate::program::{Run, comoe, model, run_with};
+
+fn chat(turns: &str, extra: &[&str]) -> Run {
+    let mut command = comoe();
+    command.arg("chat").arg(model()).args(["--temperature", "0", "--max-tokens", "12"]).args(extra);
+    run_with(&mut command, turns.as_bytes())
+}
+
+fn lines(run: &Run) -> Vec<&str> {
+    run.answer().lines().collect()
+}
+
+#[test]
+fn every_line_is_a_turn_and_every_answer_ends_its_line() {
+    let run = chat("hello\n\n   \nhow are you?\r\nlast, without newline", &[]);
+    let answers = lines(&run);
+    assert_eq!(answers.len(), 3);
+    assert!(run.answer().ends_with('\n'));
+    assert!(
+        answers.iter().all(|a| a.len() == 12 && a.bytes().all(|b| b.is_ascii_lowercase())),
+        "{answers:?}"
+    );
+    assert!(!run.stderr.contains("> "), "no prompt without a person: {}", run.stderr);
+    assert_eq!(lines(&chat("", &[])), Vec::<&str>::new());
+}
+
+#[test]
+fn a_conversation_is_remembered_until_it_is_reset() {
+    let run = chat("hello\nhello\n/reset\nhello\n", &["--json"]);
+    let turns: Vec<serde_json::Value> =
+        lines(&run).iter().map(|l| serde_json::from_str(l).unwrap()).collect();
+    assert_eq!(turns.len(), 3);
+    let prompt = |i: usize| turns[i]["prompt_tokens"].as_u64().unwrap();
+    assert!(prompt(1) > prompt(0) + 12);
+    assert!(turns[1]["reused_tokens"].as_u64().unwrap() >= prompt(0), "{}", turns[1]);
+    assert_eq!(turns[2]["prompt_tokens"], turns[0]["prompt_tokens"]);
+    assert_eq!(turns[2]["tokens"], turns[0]["tokens"]);
+}
+
+#[test]
+fn commands_are_not_said() {
+    let run = chat("/help\n/stats\n/dance\nhello\n/stats\n/quit\nnever said\n", &["--quiet"]);
+    assert_eq!(lines(&run).len(), 1);
+    for text in ["/reset", "/dance is no command", "slots", "% of 0 accesses"] {
+        assert!(run.stderr.contains(text), "{text}: {}", run.stderr);
+    }
+    assert_eq!(run.stderr.matches("accesses").count(), 2);
+    // With a space ahead it is text.
+    assert_eq!(lines(&chat(" /quit\nhello\n", &[])).len(), 2);
+}
+
+#[test]
+fn turns_that_no_longer_fit_are_dropped_aloud() {
+    let folder = tempfile::tempdir().unwrap();
+    Checkpoint::new(Sizes { context: 128, ..Sizes::default() }).write(folder.path());
+    let mut command = comoe();
+    command.arg("chat").arg(folder.path()).args(["--temperature=0", "--max-tokens=16"]);
+    let run = run_with(&mut command, "say something nice\n".repeat(6).as_bytes());
+    assert_eq!(lines(&run).len(), 6);
+    assert!(run.stderr.contains("the oldest turn was dropped"), "{}", run.stderr);
+}
+
+#[test]
+fn raw_turns_continue_one_text() {
+    let run = chat("abc\ndef\n", &["--raw", "--json"]);
+    let turns: Vec<serde_json::Value> =
+        lines(&run).iter().map(|l| serde_json::from_str(l).unwrap()).collect();
+    assert_eq!(turns[0]["prompt_tokens"], 3);
+    // The last token of an answer went out but not through the model.
+    assert_eq!(turns[1]["prompt_tokens"], 3 + 12 + 3);
+}
+
+#[test]
+fn instructions_come_first() {
+    let tokens = |run: Run| {
+        serde_json::from_slice::<serde_json::Value>(&run.stdout).unwrap()["prompt_tokens"].as_u64()
+    };
+    let plain = tokens(chat("hello\n", &["--json"])).unwrap();
+    let instructed = tokens(chat("hello\n", &["--json", "--system", "Be kind."])).unwrap();
+    assert_eq!(instructed, plain + 3 + ("system\n".len() + "Be kind.".len()) as u64);
+}
+
+#[cfg(unix)]
+#[test]
+fn ctrl_c_stops_the_answer_and_not_the_program() {
+    use std::os::unix::process::ExitStatusExt;
+
+    let folder = tempfile::tempdir().unwrap();
+    Checkpoint::new(Sizes { context: 65536, ..Sizes::default() }).write(folder.path());
+    let start = || {
+        let mut command = comoe();
+        command.arg("chat").arg(folder.path()).args([
+            "--temperature=0",
+            "--context=65536",
+            "--max-tokens=60000",
+        ]);
+        Running::start(command.stdin(Stdio::piped()))
+    };
+    let interrupt = |running: &Running| {
+        // SAFETY: a signal to a child of ours that was not waited for yet, so its id is still its own.
+        assert_eq!(unsafe { libc::kill(running.child.id() as libc::pid_t, libc::SIGINT) }, 0);
+    };
+    let mut running = start();
+    for _ in 0..2 {
+        running.write(b"hello\n");
+        running.read_byte();
+        interrupt(&running);
+        let rest = running.read_until(b'\n');
+        assert!(rest.len() < 50_000, "{} letters were not stopped", rest.len());
+    }
+    let run = running.finish();
+    assert!(run.status.success() && run.stdout.is_empty(), "{run:?}");
+    assert_eq!(run.stderr.matches("the answer was stopped").count(), 2, "{}", run.stderr);
+
+    // Between answers it ends the program, in the way that the shell expects.
+    let mut running = start();
+    running.write(b"hello\n");
+    running.read_byte();
+    interrupt(&running);
+    running.read_until(b'\n');
+    interrupt(&running);
+    assert_eq!(running.finish().status.signal(), Some(libc::SIGINT));
+}

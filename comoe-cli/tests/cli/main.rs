@@ -1,0 +1,11 @@
+//! The program as a whole, run over small checkpoints with random weights, and over comoe-tiny.
+
+mod bad_input;
+mod chat;
+mod checkpoint;
+mod generate;
+#[cfg(target_os = "linux")]
+mod memory;
+mod program;
+#[cfg(target_os = "linux")]
+mod terminal;
