@@ -76,6 +76,17 @@ pub enum Error {
         name: String,
     },
 
+    /// Configuration and checkpoint disagree about a layer's experts.
+    #[error("layer {layer}: config.json says {config} experts, the checkpoint holds {checkpoint}")]
+    ExpertMismatch {
+        /// The model's layer number.
+        layer: usize,
+        /// Experts by the configuration.
+        config: usize,
+        /// Experts in the checkpoint (0: none).
+        checkpoint: usize,
+    },
+
     /// An option is out of its range.
     #[error("{option} = {value}: {expected}")]
     BadOption {

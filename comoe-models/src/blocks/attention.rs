@@ -294,8 +294,8 @@ fn attend_head(q: &[f32], k: &[f32], v: &[f32], scale: f32, out: &mut [f32]) {
 
 #[cfg(test)]
 mod tests {
-    use super::super::testing::{close, random};
-    use super::*;
+        use super::*;
+    use crate::testing::{close, random};
 
     fn split(norm: bool) -> HeadSplit {
         let weights = [random(&[8], 10), random(&[8], 11)];

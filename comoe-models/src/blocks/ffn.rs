@@ -60,8 +60,8 @@ impl CustomOp1 for SwiGlu {
 
 #[cfg(test)]
 mod tests {
-    use super::super::testing::{close, random};
-    use super::*;
+        use super::*;
+    use crate::testing::{close, random};
 
     #[test]
     fn swiglu_agrees_with_candle() {

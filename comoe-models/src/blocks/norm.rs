@@ -123,8 +123,8 @@ impl CustomOp3 for AddNorm {
 mod tests {
     use candle_core::DType;
 
-    use super::super::testing::{close, random};
-    use super::*;
+        use super::*;
+    use crate::testing::{close, random};
 
     #[test]
     fn both_paths_agree_with_candle() {

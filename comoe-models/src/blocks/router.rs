@@ -92,8 +92,8 @@ fn route(logits: &[f32], experts: usize, plan: RouterPlan) -> std::result::Resul
 mod tests {
     use candle_core::D;
 
-    use super::super::testing::{close, random};
-    use super::*;
+        use super::*;
+    use crate::testing::{close, random};
 
     #[test]
     fn agrees_with_candle_operations() {

@@ -64,8 +64,8 @@ impl Detokenizer {
 mod tests {
     use proptest::prelude::*;
 
-    use super::super::tokenizer::testing::byte_level;
     use super::*;
+    use crate::testing::byte_level;
 
     fn stream(tokenizer: &Tokenizer, ids: &[u32]) -> (Vec<String>, String) {
         let mut d = Detokenizer::new();

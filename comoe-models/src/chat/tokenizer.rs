@@ -69,82 +69,22 @@ fn failed(e: tokenizers::Error) -> Error {
     Error::Tokenizer { reason: e.to_string() }
 }
 
-/// A byte-level BPE tokenizer for tests: every byte is a token, and a few merges cut through UTF-8 characters.
 #[cfg(test)]
-pub(crate) mod testing {
+mod tests {
     use super::*;
 
-    /// Letters that stand for bytes in byte-level BPE (GPT-2's table).
-    fn byte_letters() -> Vec<char> {
-        let printable = |b: &u32| (33..=126).contains(b) || (161..=172).contains(b) || (174..=255).contains(b);
-        let mut extra = 256;
-        (0..256u32)
-            .map(|b| {
-                let code = if printable(&b) {
-                    b
-                } else {
-                    extra += 1;
-                    extra - 1
-                };
-                char::from_u32(code).unwrap()
-            })
-            .collect()
-    }
-
-    /// 256 byte tokens in byte order, then merges, then the special tokens `<|im_start|>`, `<|im_end|>`.
-    pub(crate) fn byte_level() -> Tokenizer {
-        let letters = byte_letters();
-        let spell = |bytes: &[u8]| bytes.iter().map(|b| letters[*b as usize]).collect::<String>();
-        let mut vocab = serde_json::Map::new();
-        for (b, letter) in letters.iter().enumerate() {
-            vocab.insert(letter.to_string(), b.into());
-        }
-        // Merges of ASCII, of the head of CJK and emoji characters, and of a tail with the next head.
-        let merges: [(&[u8], &[u8]); 7] = [
-            (b"t", b"h"),
-            (b"th", b"e"),
-            (b" ", b"the"),
-            (&[0xf0], &[0x9f]),
-            (&[0xf0, 0x9f], &[0x98]),
-            (&[0xe4], &[0xb8]),
-            (&[0xad], &[0xe5]),
-        ];
-        for (a, b) in merges {
-            vocab.insert(spell(a) + &spell(b), vocab.len().into());
-        }
-        let merges: Vec<_> = merges.iter().map(|(a, b)| [spell(a), spell(b)]).collect();
-        let special = |id: usize, content: &str| {
-            serde_json::json!({"id": id, "content": content, "single_word": false, "lstrip": false,
-                "rstrip": false, "normalized": false, "special": true})
-        };
-        let n = vocab.len();
-        let byte_level = serde_json::json!({"type": "ByteLevel", "add_prefix_space": false,
-            "trim_offsets": false, "use_regex": false});
-        let json = serde_json::json!({
-            "version": "1.0", "truncation": null, "padding": null,
-            "added_tokens": [special(n, "<|im_start|>"), special(n + 1, "<|im_end|>")],
-            "normalizer": null, "pre_tokenizer": byte_level, "post_processor": null, "decoder": byte_level,
-            "model": {"type": "BPE", "vocab": vocab, "merges": merges},
-        });
-        Tokenizer::from_inner(tokenizers::Tokenizer::from_bytes(json.to_string()).unwrap())
-    }
-
     #[test]
-    fn the_test_tokenizer_round_trips() {
-        let t = byte_level();
+    fn text_round_trips_and_special_tokens_are_one() {
+        let t = crate::testing::byte_level();
         let text = "over the 中央 😀 line";
         let ids = t.encode(text, true).unwrap();
         assert!(ids.len() < text.len());
         assert_eq!(t.decode(&ids).unwrap(), text);
-        assert_eq!(t.id("<|im_end|>"), Some(264));
+        assert_eq!((t.id("<|im_end|>"), t.token(264).as_deref()), (Some(264), Some("<|im_end|>")));
         assert_eq!(t.encode("<|im_end|>", false).unwrap(), [264]);
         assert_eq!(t.decode(&[264]).unwrap(), "");
+        assert_eq!(t.vocab_size(), 265);
     }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
 
     #[test]
     fn a_missing_or_broken_file_is_named() {

@@ -1,5 +1,20 @@
 //! From a model folder to blocks: the configuration, the dense part, the experts.
 
 mod config;
+mod dense;
 
 pub use config::ConfigFile;
+pub use dense::DenseWeights;
+
+/// How far loading has come.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Progress {
+    /// Dense weights on their way to the device, in bytes of the checkpoint.
+    Dense {
+        /// Bytes loaded.
+        done: u64,
+        /// Bytes in all.
+        total: u64,
+    },
+}
