@@ -63,7 +63,7 @@ pub(crate) fn load(args: &ModelArgs, quiet: bool) -> Result<Loaded> {
     };
     let bar = Bar::new();
     let started = Instant::now();
-    let model = Model::load(&folder, &Device::Cpu, &options, &mut |p| bar.show(p));
+    let model = Model::load(&folder, &Device::Cpu, &options, &|p| bar.show(p));
     let took = started.elapsed();
     bar.clear();
     let loaded = Loaded { model: model?, folder, options, took };
@@ -111,7 +111,7 @@ impl Loaded {
             };
             say!("experts: {}, {room}", self.format());
         }
-        for note in experts.notes().iter().chain(&experts.backend_info().notes) {
+        for note in self.model.notes().iter().chain(&experts.backend_info().notes) {
             say!("note: {note}");
         }
     }
@@ -136,27 +136,35 @@ impl Bar {
         if !watched() {
             return Self(ProgressBar::hidden());
         }
-        let bar = ProgressBar::with_draw_target(None, ProgressDrawTarget::stderr());
-        // The template is ours and valid; a bar of the default style would do as well.
-        if let Ok(style) = ProgressStyle::with_template("{msg:>10} {wide_bar} {bytes}/{total_bytes} {eta:>4}")
-        {
-            bar.set_style(style);
-        }
-        Self(bar)
+        Self(ProgressBar::with_draw_target(None, ProgressDrawTarget::stderr()))
     }
 
     fn show(&self, progress: Progress) {
-        let (what, done, total) = match progress {
-            Progress::Dense { done, total } => ("loading", done, total),
-            _ => return,
-        };
-        self.0.set_message(what);
-        self.0.set_length(total);
-        self.0.set_position(done);
+        match progress {
+            Progress::Convert { done, total } => {
+                self.0.set_style(style("converting {wide_bar} {pos} of {len} experts {eta:>4}"));
+                self.0.set_length(total as u64);
+                // Reports come from several threads, in any order.
+                self.0.set_position(self.0.position().max(done as u64));
+            }
+            Progress::Dense { done, total } => {
+                if done == 0 || self.0.length() != Some(total) {
+                    self.0.set_style(style("loading {wide_bar} {bytes} of {total_bytes} {eta:>4}"));
+                    self.0.set_length(total);
+                }
+                self.0.set_position(done);
+            }
+            _ => {}
+        }
     }
 
     fn clear(&self) {
         self.0.finish_and_clear();
         let _ = std::io::stderr().flush();
     }
+}
+
+/// A template of ours; if it were wrong, a bar of the default style would do as well.
+fn style(template: &str) -> ProgressStyle {
+    ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar())
 }

@@ -10,40 +10,40 @@ use safetensors::{Dtype, tensor::TensorView};
 use serde_json::{Value, json};
 
 /// Name of the first of the two shards, which holds the even layers' tensors and what is no layer's.
-pub const FIRST_SHARD: &str = "model-00001-of-00002.safetensors";
+pub(crate) const FIRST_SHARD: &str = "model-00001-of-00002.safetensors";
 /// Name of the second.
-pub const SECOND_SHARD: &str = "model-00002-of-00002.safetensors";
+pub(crate) const SECOND_SHARD: &str = "model-00002-of-00002.safetensors";
 /// Name of the index.
-pub const INDEX: &str = "model.safetensors.index.json";
+pub(crate) const INDEX: &str = "model.safetensors.index.json";
 /// Id of the token that ends an answer.
-pub const STOP: u32 = 258;
+pub(crate) const STOP: u32 = 258;
 
 const CHAT_TEMPLATE: &str = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}\
                              {% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}";
 
 /// A tensor to be written.
 #[derive(Clone)]
-pub struct Stored {
-    pub dtype: Dtype,
-    pub shape: Vec<usize>,
-    pub bytes: Vec<u8>,
+pub(crate) struct Stored {
+    pub(crate) dtype: Dtype,
+    pub(crate) shape: Vec<usize>,
+    pub(crate) bytes: Vec<u8>,
 }
 
 /// Sizes of a model, and everything that goes into its files.
-pub struct Checkpoint {
-    pub config: Value,
-    pub generation_config: Value,
-    pub tensors: BTreeMap<String, Stored>,
+pub(crate) struct Checkpoint {
+    pub(crate) config: Value,
+    pub(crate) generation_config: Value,
+    pub(crate) tensors: BTreeMap<String, Stored>,
 }
 
 /// Sizes that tests choose.
 #[derive(Clone, Copy)]
-pub struct Sizes {
-    pub layers: usize,
-    pub experts: usize,
-    pub hidden: usize,
-    pub intermediate: usize,
-    pub context: usize,
+pub(crate) struct Sizes {
+    pub(crate) layers: usize,
+    pub(crate) experts: usize,
+    pub(crate) hidden: usize,
+    pub(crate) intermediate: usize,
+    pub(crate) context: usize,
 }
 
 impl Default for Sizes {
@@ -55,7 +55,7 @@ impl Default for Sizes {
 
 impl Sizes {
     /// Bytes of one expert.
-    pub fn expert_bytes(&self) -> usize {
+    pub(crate) fn expert_bytes(&self) -> usize {
         3 * self.hidden * self.intermediate * 2
     }
 }
@@ -63,10 +63,10 @@ impl Sizes {
 const VOCAB: usize = 260;
 const HEADS: usize = 2;
 const HEAD_DIM: usize = 16;
-pub const TOP_K: usize = 2;
+pub(crate) const TOP_K: usize = 2;
 
 impl Checkpoint {
-    pub fn new(sizes: Sizes) -> Self {
+    pub(crate) fn new(sizes: Sizes) -> Self {
         let Sizes { layers, experts, hidden, intermediate, context } = sizes;
         let mut random = Random(1);
         let mut tensors = BTreeMap::new();
@@ -129,18 +129,18 @@ impl Checkpoint {
     }
 
     /// Makes every answer end after its first token.
-    pub fn that_stops_at_once(mut self) -> Self {
+    pub(crate) fn that_stops_at_once(mut self) -> Self {
         let letters: Vec<u32> = (b'a'..=b'z').map(u32::from).collect();
         self.generation_config["eos_token_id"] = json!(letters);
         self
     }
 
-    pub fn tensor(&mut self, name: &str) -> &mut Stored {
+    pub(crate) fn tensor(&mut self, name: &str) -> &mut Stored {
         self.tensors.get_mut(name).unwrap()
     }
 
     /// Writes the model into `folder`, which is made if needed.
-    pub fn write(&self, folder: &Path) -> PathBuf {
+    pub(crate) fn write(&self, folder: &Path) -> PathBuf {
         std::fs::create_dir_all(folder).unwrap();
         let put = |name: &str, value: &Value| std::fs::write(folder.join(name), value.to_string()).unwrap();
         put("config.json", &self.config);

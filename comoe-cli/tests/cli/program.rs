@@ -15,7 +15,7 @@ use crate::checkpoint::{Checkpoint, Sizes};
 const HANGS: Duration = Duration::from_secs(120);
 
 /// An undamaged model of default sizes, made once for all tests.
-pub fn model() -> &'static Path {
+pub(crate) fn model() -> &'static Path {
     static MODEL: LazyLock<TempDir> = LazyLock::new(|| {
         let folder = tempfile::tempdir().unwrap();
         Checkpoint::new(Sizes::default()).write(folder.path());
@@ -25,7 +25,7 @@ pub fn model() -> &'static Path {
 }
 
 /// The program with nothing of the caller's environment that it reads.
-pub fn comoe() -> Command {
+pub(crate) fn comoe() -> Command {
     static CACHE: LazyLock<TempDir> = LazyLock::new(|| tempfile::tempdir().unwrap());
     let mut command = Command::new(env!("CARGO_BIN_EXE_comoe"));
     command.env("COMOE_CACHE", CACHE.path()).env_remove("COMOE_LOG");
@@ -35,23 +35,23 @@ pub fn comoe() -> Command {
 
 /// What a finished program left.
 #[derive(Debug)]
-pub struct Run {
-    pub status: ExitStatus,
-    pub stdout: Vec<u8>,
-    pub stderr: String,
+pub(crate) struct Run {
+    pub(crate) status: ExitStatus,
+    pub(crate) stdout: Vec<u8>,
+    pub(crate) stderr: String,
 }
 
 impl Run {
     /// The answer of a run that went well.
     #[track_caller]
-    pub fn answer(&self) -> &str {
+    pub(crate) fn answer(&self) -> &str {
         assert!(self.status.success(), "{self:?}");
         std::str::from_utf8(&self.stdout).unwrap()
     }
 
     /// The one object that `--json` prints.
     #[track_caller]
-    pub fn json(&self) -> serde_json::Value {
+    pub(crate) fn json(&self) -> serde_json::Value {
         let text = self.answer();
         assert_eq!(text.matches('\n').count(), 1, "{text}");
         serde_json::from_str(text).unwrap()
@@ -59,7 +59,7 @@ impl Run {
 
     /// Sees that the program failed as it should: one line that names what is wrong, no panic.
     #[track_caller]
-    pub fn fails(&self, code: i32, names: &[&str]) {
+    pub(crate) fn fails(&self, code: i32, names: &[&str]) {
         assert_eq!(self.status.code(), Some(code), "{self:?}");
         let line = self.stderr.strip_suffix('\n').unwrap_or(&self.stderr);
         assert!(line.starts_with("comoe: ") && !line.contains('\n'), "not one line: {}", self.stderr);
@@ -71,30 +71,30 @@ impl Run {
 }
 
 /// Runs to the end, with `stdin`.
-pub fn run_with(command: &mut Command, stdin: &[u8]) -> Run {
+pub(crate) fn run_with(command: &mut Command, stdin: &[u8]) -> Run {
     let mut child = Running::start(command.stdin(Stdio::piped()));
     child.write(stdin);
     child.finish()
 }
 
 /// Runs to the end.
-pub fn run<'a>(args: impl IntoIterator<Item = &'a str>) -> Run {
+pub(crate) fn run<'a>(args: impl IntoIterator<Item = &'a str>) -> Run {
     Running::start(comoe().args(args)).finish()
 }
 
 /// `generate` on `model`.
-pub fn generate(model: &Path, args: &[&str]) -> Run {
+pub(crate) fn generate(model: &Path, args: &[&str]) -> Run {
     Running::start(comoe().arg("generate").arg(model).args(args)).finish()
 }
 
 /// A program that runs. Standard error is read in a thread, so that it never fills up.
-pub struct Running {
-    pub child: Child,
+pub(crate) struct Running {
+    pub(crate) child: Child,
     stderr: Option<JoinHandle<String>>,
 }
 
 impl Running {
-    pub fn start(command: &mut Command) -> Self {
+    pub(crate) fn start(command: &mut Command) -> Self {
         let mut child = command.spawn().unwrap();
         let mut pipe = child.stderr.take();
         let stderr = std::thread::spawn(move || {
@@ -108,12 +108,12 @@ impl Running {
     }
 
     /// Writes to its standard input; a program that ended already need not read it.
-    pub fn write(&mut self, bytes: &[u8]) {
+    pub(crate) fn write(&mut self, bytes: &[u8]) {
         let _ = self.child.stdin.as_mut().unwrap().write_all(bytes);
     }
 
     /// Reads standard output up to and with `end`.
-    pub fn read_until(&mut self, end: u8) -> Vec<u8> {
+    pub(crate) fn read_until(&mut self, end: u8) -> Vec<u8> {
         let mut read = Vec::new();
         let mut byte = [0];
         while read.last() != Some(&end) {
@@ -126,14 +126,14 @@ impl Running {
     }
 
     /// Reads one byte of standard output: the answer has begun.
-    pub fn read_byte(&mut self) -> u8 {
+    pub(crate) fn read_byte(&mut self) -> u8 {
         let mut byte = [0];
         self.child.stdout.as_mut().unwrap().read_exact(&mut byte).unwrap();
         byte[0]
     }
 
     /// Closes standard input and waits for the end.
-    pub fn finish(mut self) -> Run {
+    pub(crate) fn finish(mut self) -> Run {
         drop(self.child.stdin.take());
         let stdout = self.child.stdout.take().map(|mut pipe| {
             std::thread::spawn(move || {
