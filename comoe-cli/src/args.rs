@@ -40,7 +40,7 @@ pub(crate) struct ChatArgs {
     #[command(flatten)]
     pub(crate) sampler: SamplerArgs,
     /// Instructions to the model ahead of the conversation
-    #[arg(long, value_name = "TEXT")]
+    #[arg(long, value_name = "TEXT", conflicts_with = "raw")]
     pub(crate) system: Option<String>,
     #[command(flatten)]
     pub(crate) output: OutputArgs,

@@ -15,8 +15,8 @@ use crate::load::{self, Loaded};
 use crate::output::say;
 use crate::places::CacheFolder;
 use crate::sys::{MemoryWatch, catch_interrupts};
-use crate::talk::{Talk, check_prompt};
-use crate::{report, sampling};
+use crate::talk::{Settings, Talk, check_prompt};
+use crate::{model_path, report, sampling};
 
 const HELP: &str = "\
 /help   this text
@@ -28,8 +28,14 @@ Ctrl-C stops an answer. A line that begins with a space is said even if a / foll
 pub(crate) fn run(args: &ChatArgs) -> Result<()> {
     sampling::check(&args.sampler)?;
     let memory = MemoryWatch::start();
-    let loaded = load::load(&args.model, args.output.quiet)?;
-    let mut talk = Talk::new(&loaded, &args.sampler, args.system.as_deref(), &args.output, Some(&memory))?;
+    let folder = model_path::find(args.model.model.as_deref())?;
+    let sampler = sampling::options(&args.sampler, &folder)?;
+    let loaded = load::load(folder, &args.model, args.output.quiet)?;
+    let settings = Settings { sampler, max_tokens: args.sampler.max_tokens, output: &args.output };
+    let mut talk = match args.sampler.raw {
+        true => Talk::without_template(&loaded, settings, Some(&memory)),
+        false => Talk::new(&loaded, args.system.as_deref(), settings, Some(&memory)),
+    }?;
     catch_interrupts();
 
     let mut turns = Turns::open(args.output.quiet)?;

@@ -4,8 +4,8 @@ use crate::args::GenerateArgs;
 use crate::error::Result;
 use crate::load;
 use crate::sys::MemoryWatch;
-use crate::talk::{Talk, check_prompt};
-use crate::{input, report, sampling};
+use crate::talk::{Settings, Talk, check_prompt};
+use crate::{input, model_path, report, sampling};
 
 /// A prompt of this text stands for standard input.
 const STDIN: &str = "-";
@@ -23,8 +23,15 @@ pub(crate) fn run(args: &GenerateArgs) -> Result<()> {
     check_prompt(prompt, args.sampler.raw)?;
 
     let memory = (args.output.stats || args.output.json).then(MemoryWatch::start);
-    let loaded = load::load(&args.model, args.output.quiet)?;
-    Talk::new(&loaded, &args.sampler, None, &args.output, memory.as_ref())?.say(prompt)?;
+    let folder = model_path::find(args.model.model.as_deref())?;
+    let sampler = sampling::options(&args.sampler, &folder)?;
+    let loaded = load::load(folder, &args.model, args.output.quiet)?;
+    let settings = Settings { sampler, max_tokens: args.sampler.max_tokens, output: &args.output };
+    let talk = match args.sampler.raw {
+        true => Talk::without_template(&loaded, settings, memory.as_ref()),
+        false => Talk::new(&loaded, None, settings, memory.as_ref()),
+    };
+    talk?.say(prompt)?;
     if args.output.stats
         && let Some(memory) = &memory
     {

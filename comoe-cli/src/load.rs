@@ -12,7 +12,6 @@ use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
 use crate::args::{Format, ModelArgs};
 use crate::error::Result;
-use crate::model_path;
 use crate::output::{say, watched};
 use crate::places::CacheFolder;
 use crate::sys;
@@ -29,12 +28,11 @@ pub(crate) struct Loaded {
     pub(crate) took: Duration,
 }
 
-/// Finds and loads the model.
+/// Loads the model in `folder`.
 ///
 /// # Errors
-/// Names the folder, file, tensor or number that is wrong.
-pub(crate) fn load(args: &ModelArgs, quiet: bool) -> Result<Loaded> {
-    let folder = model_path::find(args.model.as_deref())?;
+/// Names the file, tensor or number that is wrong.
+pub(crate) fn load(folder: PathBuf, args: &ModelArgs, quiet: bool) -> Result<Loaded> {
     let cache_dir = match args.format {
         Format::Source => None,
         Format::Converted(_) => {

@@ -73,7 +73,6 @@ fn raw_turns_continue_one_text() {
     let turns: Vec<serde_json::Value> =
         lines(&run).iter().map(|l| serde_json::from_str(l).unwrap()).collect();
     assert_eq!(turns[0]["prompt_tokens"], 3);
-    // The last token of an answer went out but not through the model.
     assert_eq!(turns[1]["prompt_tokens"], 3 + 12 + 3);
 }
 
