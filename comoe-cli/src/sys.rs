@@ -183,13 +183,13 @@ mod tests {
     #[cfg(target_os = "linux")]
     fn a_peak_stays_when_the_memory_is_given_back() {
         let watch = MemoryWatch::start();
-        let before = watch.peak().unwrap();
+        // Other tests of this process take memory as well: only lower bounds are certain.
         let block = vec![1u8; 64 << 20];
         let during = watch.peak().unwrap();
         assert!(std::hint::black_box(&block).iter().all(|b| *b == 1));
         drop(block);
         let after = watch.peak().unwrap();
-        assert!(during >= before + (32 << 20) && after >= during, "{before} {during} {after}");
+        assert!(during >= 64 << 20 && after >= during, "{during} {after}");
         assert!(available_memory().unwrap() > 0);
     }
 }
