@@ -85,10 +85,12 @@ impl Loaded {
         if !quiet {
             let (stats, directory) = (experts.stats(), experts.directory());
             let layers = directory.layers();
+            let device = experts.backend_info();
+            let details = device.notes.iter().map(|n| format!(", {n}")).collect::<String>();
             say!(
-                "{} on {}: {} layers with experts, context {}, loaded in {:.2} s",
+                "{} on {}{details}: {} layers with experts, context {}, loaded in {:.2} s",
                 self.name(),
-                experts.backend_info().device,
+                device.device,
                 layers.len(),
                 self.model.decoder().context(),
                 self.took.as_secs_f64()
@@ -109,7 +111,7 @@ impl Loaded {
             };
             say!("experts: {}, {room}", self.format());
         }
-        for note in self.model.notes().iter().chain(&experts.backend_info().notes) {
+        for note in self.model.notes() {
             say!("note: {note}");
         }
     }
