@@ -77,14 +77,14 @@ pub enum Error {
     },
 
     /// Configuration and checkpoint disagree about a layer's experts.
-    #[error("layer {layer}: config.json says {config} experts, the checkpoint holds {checkpoint}")]
+    #[error("layer {layer}: config.json says {config}; the checkpoint holds {checkpoint}")]
     ExpertMismatch {
         /// The model's layer number.
         layer: usize,
         /// Experts by the configuration.
-        config: usize,
-        /// Experts in the checkpoint (0: none).
-        checkpoint: usize,
+        config: String,
+        /// Experts in the checkpoint.
+        checkpoint: String,
     },
 
     /// An option is out of its range.
