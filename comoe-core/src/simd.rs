@@ -92,6 +92,20 @@ pub(crate) fn dispatch<W: Vectorised>(work: W) -> W::Output {
     work.run(Portable)
 }
 
+/// The vector unit in force, for people to read.
+pub(crate) fn name() -> &'static str {
+    #[cfg(target_arch = "x86_64")]
+    {
+        if x86::Avx512::available() {
+            return "AVX-512";
+        }
+        if x86::Avx2::available() {
+            return "AVX2";
+        }
+    }
+    "no vector unit of its own"
+}
+
 /// Arrays, for processors without a unit of their own here; the compiler vectorises what it can.
 #[derive(Clone, Copy)]
 pub(crate) struct Portable;
