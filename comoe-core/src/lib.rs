@@ -11,6 +11,7 @@ pub mod predict;
 mod schedule;
 #[cfg(test)]
 mod schedule_tests;
+mod simd;
 pub mod stats;
 pub mod store;
 
