@@ -6,6 +6,7 @@ pub mod expert;
 pub mod format;
 mod simd;
 pub mod store;
+mod sys;
 
 pub use error::{Error, Result};
 pub use expert::{Activation, ExpertId, ExpertLayout, ExpertSpec, WeightOn};
