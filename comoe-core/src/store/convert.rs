@@ -8,7 +8,7 @@ use rayon::prelude::*;
 
 use super::experts::{ExpertStore, Origin};
 use super::memory::MemorySource;
-use super::packed::{PackedFile, PackedInfo};
+use super::packed::{PackedFile, PackedInfo, PackedLayer};
 use super::packed_writer::PackedWriter;
 use super::{Directory, RecordIndex};
 use crate::error::{Error, Result};
@@ -51,7 +51,7 @@ impl ExpertStore {
     ///
     /// Experts of a checkpoint are packed from its own precision; records of another format are unpacked to F32 and
     /// packed again. With a cache folder, the result is a packed store there, under a name that has the format and a
-    /// key of the source's content in it. A store found under that name is used if its header, key, layers and length
+    /// key of the source in it (names, lengths, times and headers of the shards, and samples of their data). A store found under that name is used if its header, key, layers and length
     /// are right, and written anew otherwise. Memory in use meanwhile is a few records per thread.
     ///
     /// # Errors
@@ -62,7 +62,7 @@ impl ExpertStore {
             return Ok(self);
         }
         let recipe = format!("{PACKING} {format} {:?}", self.specs);
-        let key = self.key.with(recipe.as_bytes());
+        let key = self.key().with(recipe.as_bytes());
         let info = PackedInfo {
             format,
             layers: self
@@ -70,7 +70,7 @@ impl ExpertStore {
                 .layers()
                 .iter()
                 .zip(self.specs())
-                .map(|(entry, spec)| (entry.layer, entry.experts, *spec))
+                .map(|(entry, spec)| PackedLayer { layer: entry.layer, experts: entry.experts, spec: *spec })
                 .collect(),
             source: key.to_string(),
         };
@@ -80,7 +80,7 @@ impl ExpertStore {
             None => {
                 let source = Arc::new(converter.to_memory()?);
                 let note = format!("{format} records are kept in memory and are made again at every start");
-                (Origin::Records(source), note)
+                (Origin::Memory(source, key), note)
             }
             Some(folder) => {
                 std::fs::create_dir_all(folder).map_err(|e| Error::io(folder, e))?;
@@ -96,12 +96,12 @@ impl ExpertStore {
                     }
                 };
                 let note = format!("{format} records were {how} {}", path.display());
-                (Origin::Records(Arc::new(packed)), note)
+                (Origin::Packed(Arc::new(packed)), note)
             }
         };
         let mut notes = self.notes;
         notes.push(note);
-        Ok(Self { origin, layouts, format, key, notes, ..self })
+        Ok(Self { origin, layouts, format, notes, ..self })
     }
 }
 
@@ -164,10 +164,10 @@ impl Converter<'_> {
         let ordinal = self.directory.ordinal_of(record);
         match &self.store.origin {
             Origin::Checkpoint(source) => source.pack(record, &self.layouts[ordinal], out),
-            Origin::Records(source) => {
+            Origin::Packed(_) | Origin::Memory(..) => {
                 let from = self.store.layout(ordinal);
                 scratch.resize(from.record_bytes, 0);
-                source.read(record, scratch)?;
+                self.store.source_ref().read(record, scratch)?;
                 convert_record(from, scratch, &self.layouts[ordinal], out).map_err(|error| {
                     Error::FillFailed { id: self.directory.id(record), reason: error.to_string() }
                 })

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use super::checkpoint::Checkpoint;
 use super::fingerprint::Fingerprint;
 use super::gather::{CheckpointSource, FloatType};
+use super::memory::MemorySource;
 use super::naming::Naming;
 use super::packed::PackedFile;
 use super::survey::survey;
@@ -26,8 +27,6 @@ pub struct ExpertStore {
     pub(super) layouts: Vec<ExpertLayout>,
     pub(super) format: ExpertFormat,
     pub(super) source_format: ExpertFormat,
-    /// Identifies what the records were made from, and how.
-    pub(super) key: Fingerprint,
     pub(super) notes: Vec<String>,
 }
 
@@ -36,8 +35,10 @@ pub struct ExpertStore {
 pub(super) enum Origin {
     /// Gathered from a checkpoint; can be packed in any format from its own precision.
     Checkpoint(Arc<CheckpointSource>),
-    /// Records that exist in one format.
-    Records(Arc<dyn RecordSource>),
+    /// Records of a packed file.
+    Packed(Arc<PackedFile>),
+    /// Converted records in memory, and the key of what they were made from.
+    Memory(Arc<MemorySource>, Fingerprint),
 }
 
 impl ExpertStore {
@@ -72,11 +73,8 @@ impl ExpertStore {
                 notes.push("experts are F32 in the checkpoint; as BF16 records they are rounded".into())
             }
         }
-        let layers: Vec<usize> = found.layers.iter().map(|l| l.layer).collect();
-        let recipe = format!("{:?} {layers:?}", naming.stacked_layout());
-        let key = Fingerprint::of(checkpoint.shards()).with(recipe.as_bytes());
         let what = checkpoint.describe().to_owned();
-        let source = CheckpointSource::new(checkpoint, found)?;
+        let source = CheckpointSource::new(checkpoint, found, naming)?;
         let specs = source.specs().to_vec();
         let layouts = specs.iter().map(|s| ExpertLayout::new(s, ExpertFormat::Bf16)).collect();
         Ok(Self {
@@ -86,7 +84,6 @@ impl ExpertStore {
             layouts,
             format: ExpertFormat::Bf16,
             source_format: ExpertFormat::Bf16,
-            key,
             notes,
         })
     }
@@ -96,13 +93,12 @@ impl ExpertStore {
         let info = packed.info();
         Self {
             what: packed.path().display().to_string(),
-            specs: info.layers.iter().map(|(_, _, spec)| *spec).collect(),
+            specs: info.layers.iter().map(|l| l.spec).collect(),
             layouts: info.layouts(),
             format: info.format,
             source_format: info.format,
-            key: Fingerprint::of(std::slice::from_ref(packed.shard())),
             notes: Vec::new(),
-            origin: Origin::Records(Arc::new(packed)),
+            origin: Origin::Packed(Arc::new(packed)),
         }
     }
 
@@ -122,10 +118,7 @@ impl ExpertStore {
 
     /// Which records there are.
     pub fn directory(&self) -> &Directory {
-        match &self.origin {
-            Origin::Checkpoint(source) => source.directory(),
-            Origin::Records(source) => source.directory(),
-        }
+        self.source_ref().directory()
     }
 
     /// What a record of the `ordinal`-th layer with experts computes.
@@ -163,7 +156,25 @@ impl ExpertStore {
     pub fn source(&self) -> Arc<dyn RecordSource> {
         match &self.origin {
             Origin::Checkpoint(source) => source.clone(),
-            Origin::Records(source) => source.clone(),
+            Origin::Packed(source) => source.clone(),
+            Origin::Memory(source, _) => source.clone(),
+        }
+    }
+
+    pub(super) fn source_ref(&self) -> &dyn RecordSource {
+        match &self.origin {
+            Origin::Checkpoint(source) => &**source,
+            Origin::Packed(source) => &**source,
+            Origin::Memory(source, _) => &**source,
+        }
+    }
+
+    /// Identifies what the records are made from, and how. Touches the data of every shard.
+    pub(super) fn key(&self) -> Fingerprint {
+        match &self.origin {
+            Origin::Checkpoint(source) => source.key(),
+            Origin::Packed(file) => Fingerprint::of(std::slice::from_ref(file.shard())),
+            Origin::Memory(_, key) => *key,
         }
     }
 

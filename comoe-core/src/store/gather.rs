@@ -6,6 +6,8 @@ use half::f16;
 use safetensors::Dtype;
 
 use super::checkpoint::{Checkpoint, Region};
+use super::fingerprint::Fingerprint;
+use super::naming::Naming;
 use super::survey::Survey;
 use super::{Directory, RecordIndex, RecordSource, check_record_len};
 use crate::error::{Error, Result};
@@ -161,10 +163,14 @@ pub(super) struct CheckpointSource {
     specs: Vec<ExpertSpec>,
     layouts: Vec<ExpertLayout>,
     experts: Vec<ExpertParts>,
+    /// What of the naming decides the records: the layout of stacked tensors, and which layers count.
+    recipe: String,
 }
 
 impl CheckpointSource {
-    pub(super) fn new(checkpoint: Arc<Checkpoint>, survey: Survey) -> Result<Self> {
+    pub(super) fn new(checkpoint: Arc<Checkpoint>, survey: Survey, naming: &Naming) -> Result<Self> {
+        let layers: Vec<usize> = survey.layers.iter().map(|l| l.layer).collect();
+        let recipe = format!("{:?} {layers:?}", naming.stacked_layout());
         let specs: Vec<ExpertSpec> = survey.layers.iter().map(|l| l.spec).collect();
         let layouts: Vec<ExpertLayout> =
             specs.iter().map(|s| ExpertLayout::new(s, ExpertFormat::Bf16)).collect();
@@ -176,11 +182,16 @@ impl CheckpointSource {
                 .map(|(l, layout)| (l.layer, l.experts.len(), layout.record_bytes)),
         )?;
         let experts = survey.layers.into_iter().flat_map(|l| l.experts).collect();
-        Ok(Self { checkpoint, directory, specs, layouts, experts })
+        Ok(Self { checkpoint, directory, specs, layouts, experts, recipe })
     }
 
     pub(super) fn specs(&self) -> &[ExpertSpec] {
         &self.specs
+    }
+
+    /// Identifies the records' content.
+    pub(super) fn key(&self) -> Fingerprint {
+        Fingerprint::of(self.checkpoint.shards()).with(self.recipe.as_bytes())
     }
 
     /// Packs a record in any format straight from the checkpoint's own precision.

@@ -25,7 +25,7 @@ pub use directory::{Directory, LayerEntry, RecordIndex};
 pub use experts::ExpertStore;
 pub use memory::{MemorySource, RowSource};
 pub use naming::{ExpertTensor, Matrix, Naming, StackedLayout, TensorRole};
-pub use packed::{PackedFile, PackedInfo};
+pub use packed::{PackedFile, PackedInfo, PackedLayer};
 pub use packed_writer::PackedWriter;
 /// Element type of a checkpoint's tensor.
 pub use safetensors::Dtype;

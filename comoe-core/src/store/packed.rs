@@ -37,16 +37,27 @@ const DATA_ALIGN: usize = 4096;
 pub struct PackedInfo {
     /// How the records are encoded.
     pub format: ExpertFormat,
-    /// What each layer's records compute, with its layer number and number of experts, ascending.
-    pub layers: Vec<(usize, usize, ExpertSpec)>,
+    /// The layers that have records, in ascending order of layer number.
+    pub layers: Vec<PackedLayer>,
     /// The key of what the records were made from.
     pub source: String,
+}
+
+/// The records of one layer of a packed store.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct PackedLayer {
+    /// The model's layer number.
+    pub layer: usize,
+    /// Experts of the layer.
+    pub experts: usize,
+    /// What each of them computes.
+    pub spec: ExpertSpec,
 }
 
 impl PackedInfo {
     /// The layouts of the layers' records.
     pub(super) fn layouts(&self) -> Vec<ExpertLayout> {
-        self.layers.iter().map(|(_, _, spec)| ExpertLayout::new(spec, self.format)).collect()
+        self.layers.iter().map(|l| ExpertLayout::new(&l.spec, self.format)).collect()
     }
 
     /// The records that a file with this information holds.
@@ -54,7 +65,7 @@ impl PackedInfo {
     /// # Errors
     /// [`Error::BadArgument`] for layers out of order, without experts, or beyond any model's size.
     pub fn directory(&self) -> Result<Directory> {
-        for (layer, experts, spec) in &self.layers {
+        for PackedLayer { layer, experts, spec } in &self.layers {
             let dims = [spec.hidden, spec.intermediate];
             if *experts > MAX_EXPERTS || dims.iter().any(|d| !(1..=MAX_DIM).contains(d)) {
                 let reason =
@@ -63,12 +74,8 @@ impl PackedInfo {
             }
         }
         let layouts = self.layouts();
-        Directory::new(
-            self.layers
-                .iter()
-                .zip(&layouts)
-                .map(|((layer, experts, _), l)| (*layer, *experts, l.record_bytes)),
-        )
+        let layers = self.layers.iter().zip(&layouts);
+        Directory::new(layers.map(|(l, layout)| (l.layer, l.experts, layout.record_bytes)))
     }
 
     /// The file's bytes before the first record, padded so that the data section is aligned.
@@ -179,8 +186,8 @@ enum WeightOnMeta {
     Input,
 }
 
-impl From<&(usize, usize, ExpertSpec)> for LayerMeta {
-    fn from((layer, experts, spec): &(usize, usize, ExpertSpec)) -> Self {
+impl From<&PackedLayer> for LayerMeta {
+    fn from(PackedLayer { layer, experts, spec }: &PackedLayer) -> Self {
         let activation = match spec.activation {
             Activation::Silu => ActivationMeta::Silu,
             Activation::GeluTanh => ActivationMeta::GeluTanh,
@@ -196,7 +203,7 @@ impl From<&(usize, usize, ExpertSpec)> for LayerMeta {
 }
 
 impl LayerMeta {
-    fn into_layer(self) -> (usize, usize, ExpertSpec) {
+    fn into_layer(self) -> PackedLayer {
         let activation = match self.activation {
             ActivationMeta::Silu => Activation::Silu,
             ActivationMeta::GeluTanh => Activation::GeluTanh,
@@ -207,7 +214,8 @@ impl LayerMeta {
             WeightOnMeta::Input => WeightOn::Input,
         };
         let Self { hidden, intermediate, bias, .. } = self;
-        (self.layer, self.experts, ExpertSpec { hidden, intermediate, activation, bias, weight_on })
+        let spec = ExpertSpec { hidden, intermediate, activation, bias, weight_on };
+        PackedLayer { layer: self.layer, experts: self.experts, spec }
     }
 }
 
@@ -256,9 +264,15 @@ impl PackedFile {
         let info = PackedInfo::parse(&shard)?;
         let path = shard.path();
         let records = shard.tensors().keys().filter(|name| name.starts_with(RECORD_PREFIX)).count();
-        let listed = info.layers.iter().try_fold(0usize, |sum, (_, experts, _)| sum.checked_add(*experts));
+        let listed = info.layers.iter().try_fold(0usize, |sum, l| sum.checked_add(l.experts));
         if listed != Some(records) {
-            return Err(damaged(path, format!("it holds {records} records and lists {listed:?}")));
+            return Err(damaged(
+                path,
+                match listed {
+                    Some(listed) => format!("it holds {records} records and lists {listed}"),
+                    None => format!("it holds {records} records and lists more than can be counted"),
+                },
+            ));
         }
         let directory = info.directory().map_err(|e| damaged(path, e))?;
         let mut starts = Vec::with_capacity(records);

@@ -14,7 +14,9 @@ use crate::expert::{Activation, ExpertSpec, RECORD_ALIGN, WeightOn};
 use crate::format::ExpertFormat;
 
 fn store() -> (TempDir, ExpertStore) {
-    let made = TinyMoe::new(Style::Qwen).shards().write_indexed();
+    // Sizes whose records differ in length between formats.
+    let model = TinyMoe { hidden: 40, ..TinyMoe::new(Style::Qwen) };
+    let made = model.shards().write_indexed();
     let store = ExpertStore::open(&[made.path()], &Naming::qwen()).unwrap();
     (made, store)
 }
@@ -23,7 +25,9 @@ fn info(store: &ExpertStore) -> PackedInfo {
     let layers = store.directory().layers().iter().zip(store.specs());
     PackedInfo {
         format: store.format(),
-        layers: layers.map(|(l, spec)| (l.layer, l.experts, *spec)).collect(),
+        layers: layers
+            .map(|(l, spec)| PackedLayer { layer: l.layer, experts: l.experts, spec: *spec })
+            .collect(),
         source: "a key".into(),
     }
 }
@@ -67,7 +71,7 @@ fn a_store_comes_back_byte_for_byte() {
     let (folder, path, records) = packed();
     let reopened = ExpertStore::open(&[&path], &Naming::mixtral()).unwrap();
     assert_eq!(all_records(&*reopened.source()), records);
-    assert_eq!(reopened.specs(), [ExpertSpec::swiglu(5, 3); 2]);
+    assert_eq!(reopened.specs(), [ExpertSpec::swiglu(40, 3); 2]);
     assert_eq!((reopened.format(), reopened.source_format()), (ExpertFormat::Bf16, ExpertFormat::Bf16));
     // A folder that holds nothing else will do.
     let by_folder = ExpertStore::open(&[folder.path()], &Naming::auto()).unwrap();
@@ -142,9 +146,9 @@ fn files_that_contradict_themselves_are_refused() {
         ("comoe.format", "int4-g64".to_owned()),
         ("comoe.layers", "[".to_owned()),
         ("comoe.layers", "[]".to_owned()),
-        ("comoe.layers", layers(1, 4, 5)),
-        ("comoe.layers", layers(1, 8, 5)),
-        ("comoe.layers", layers(1, u64::MAX, 5)),
+        ("comoe.layers", layers(1, 4, 40)),
+        ("comoe.layers", layers(1, 8, 40)),
+        ("comoe.layers", layers(1, u64::MAX, 40)),
         ("comoe.layers", layers(1, 8, u64::MAX)),
         ("comoe.layers", layers(1, 8, 0)),
     ] {

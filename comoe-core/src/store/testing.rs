@@ -15,10 +15,13 @@ pub(super) fn bf16(values: &[f32]) -> Vec<u8> {
     values.iter().flat_map(|&v| bf16::from_f32(v).to_le_bytes()).collect()
 }
 
+/// Type, shape and bytes.
+type Tensor = (Dtype, Vec<usize>, Vec<u8>);
+
 /// Tensors by file, to be written to a temporary folder.
 #[derive(Default)]
 pub(super) struct Shards {
-    files: BTreeMap<String, BTreeMap<String, (Dtype, Vec<usize>, Vec<u8>)>>,
+    files: BTreeMap<String, BTreeMap<String, Tensor>>,
 }
 
 impl Shards {
