@@ -70,7 +70,9 @@ pub enum Error {
     },
 
     /// A dense weight was asked for under the name of an expert's weight.
-    #[error("tensor {name:?} belongs to an expert: experts are read through the cache, never as dense weights")]
+    #[error(
+        "tensor {name:?} belongs to an expert: experts are read through the cache, never as dense weights"
+    )]
     ExpertAsDense {
         /// The tensor's name in the checkpoint.
         name: String,
@@ -148,7 +150,9 @@ pub enum Error {
     },
 
     /// A token id outside the model's vocabulary.
-    #[error("token {id} is outside the model's vocabulary of {vocab}: the tokenizer does not belong to the model")]
+    #[error(
+        "token {id} is outside the model's vocabulary of {vocab}: the tokenizer does not belong to the model"
+    )]
     UnknownToken {
         /// The id.
         id: u32,

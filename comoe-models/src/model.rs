@@ -35,7 +35,13 @@ pub struct LoadOptions {
 
 impl Default for LoadOptions {
     fn default() -> Self {
-        Self { dtype: DType::F32, context: None, cache: CacheOptions::default(), format: None, cache_dir: None }
+        Self {
+            dtype: DType::F32,
+            context: None,
+            cache: CacheOptions::default(),
+            format: None,
+            cache_dir: None,
+        }
     }
 }
 

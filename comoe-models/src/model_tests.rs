@@ -42,8 +42,7 @@ struct Reference(qwen3_moe::ModelForCausalLM);
 impl Reference {
     fn load(folder: &Path, config: &serde_json::Value) -> Self {
         let config: qwen3_moe::Config = serde_json::from_value(config.clone()).unwrap();
-        let tensors =
-            candle_core::safetensors::load(folder.join("model.safetensors"), &Device::Cpu).unwrap();
+        let tensors = candle_core::safetensors::load(folder.join("model.safetensors"), &Device::Cpu).unwrap();
         let vb = VarBuilder::from_tensors(
             tensors.into_iter().map(|(k, v)| (k, v.to_dtype(DType::F32).unwrap())).collect(),
             DType::F32,
