@@ -72,18 +72,13 @@ impl Decoder {
         dtype: DType,
         device: &Device,
     ) -> Result<Self> {
-        if context > plan.max_positions {
-            return Err(Error::ContextTooLarge { asked: context, available: plan.max_positions });
-        }
-        if context == 0 {
-            let expected = "expected at least 1 token";
-            return Err(Error::BadOption { option: "context", value: "0".into(), expected });
-        }
+        plan.check_context(context)?;
         for (layer, moe) in plan.moe_layers() {
             let directory = experts.directory();
             let found = directory.ordinal(layer).map_or(0, |o| directory.layers()[o].experts);
             if found != moe.experts {
-                return Err(Error::ExpertMismatch { layer, config: moe.experts, checkpoint: found });
+                let (config, checkpoint) = (moe.describe(), format!("{found} experts"));
+                return Err(Error::ExpertMismatch { layer, config, checkpoint });
             }
         }
         let hidden = plan.hidden;

@@ -70,21 +70,23 @@ pub enum Error {
     },
 
     /// A dense weight was asked for under the name of an expert's weight.
-    #[error("tensor {name:?} belongs to an expert: experts are read through the cache, never as dense weights")]
+    #[error(
+        "tensor {name:?} belongs to an expert: experts are read through the cache, never as dense weights"
+    )]
     ExpertAsDense {
         /// The tensor's name in the checkpoint.
         name: String,
     },
 
     /// Configuration and checkpoint disagree about a layer's experts.
-    #[error("layer {layer}: config.json says {config} experts, the checkpoint holds {checkpoint}")]
+    #[error("layer {layer}: config.json says {config}; the checkpoint holds {checkpoint}")]
     ExpertMismatch {
         /// The model's layer number.
         layer: usize,
         /// Experts by the configuration.
-        config: usize,
-        /// Experts in the checkpoint (0: none).
-        checkpoint: usize,
+        config: String,
+        /// Experts in the checkpoint.
+        checkpoint: String,
     },
 
     /// An option is out of its range.
@@ -148,7 +150,9 @@ pub enum Error {
     },
 
     /// A token id outside the model's vocabulary.
-    #[error("token {id} is outside the model's vocabulary of {vocab}: the tokenizer does not belong to the model")]
+    #[error(
+        "token {id} is outside the model's vocabulary of {vocab}: the tokenizer does not belong to the model"
+    )]
     UnknownToken {
         /// The id.
         id: u32,

@@ -14,7 +14,7 @@
 //!     cache: CacheOptions { capacity: Capacity::Slots(48), ..CacheOptions::default() },
 //!     ..LoadOptions::default()
 //! };
-//! let model = Model::load(Path::new("assets/comoe-tiny"), &Device::Cpu, &options, &mut |p| {
+//! let model = Model::load(Path::new("assets/comoe-tiny"), &Device::Cpu, &options, &|p| {
 //!     if let Progress::Dense { done, total } = p {
 //!         eprint!("\rloading {done} of {total} bytes");
 //!     }

@@ -4,10 +4,10 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use candle_core::{DType, Device};
-use comoe_core::store::{Checkpoint, ExpertStore, Naming};
+use comoe_core::store::{Checkpoint, ConvertOptions, ExpertStore, Naming};
 use comoe_core::{CacheOptions, ExpertCache, ExpertFormat};
 
-use crate::arch::{self, DecoderPlan};
+use crate::arch::{self, DecoderPlan, MoePlan};
 use crate::chat::{ChatTemplate, Conversation, Tokenizer};
 use crate::decoder::Decoder;
 use crate::error::{Error, Result};
@@ -35,7 +35,13 @@ pub struct LoadOptions {
 
 impl Default for LoadOptions {
     fn default() -> Self {
-        Self { dtype: DType::F32, context: None, cache: CacheOptions::default(), format: None, cache_dir: None }
+        Self {
+            dtype: DType::F32,
+            context: None,
+            cache: CacheOptions::default(),
+            format: None,
+            cache_dir: None,
+        }
     }
 }
 
@@ -45,6 +51,7 @@ pub struct Model {
     tokenizer: Tokenizer,
     template: Option<ChatTemplate>,
     stop: Vec<u32>,
+    notes: Vec<String>,
 }
 
 impl Model {
@@ -57,7 +64,7 @@ impl Model {
         folder: &Path,
         device: &Device,
         options: &LoadOptions,
-        progress: &mut dyn FnMut(Progress),
+        progress: &(dyn Fn(Progress) + Sync),
     ) -> Result<Self> {
         if !folder.is_dir() {
             let reason = "no such folder; give the folder of a model, with config.json, tokenizer.json and \
@@ -81,8 +88,8 @@ impl Model {
 
         let checkpoint = Arc::new(Checkpoint::open(&[folder])?);
         let naming = Naming::auto().with_layers(plan.layers.len());
-        let decoder = load_decoder(plan, &checkpoint, &naming, device, options, progress)?;
-        Ok(Self { decoder, tokenizer, template, stop })
+        let (decoder, notes) = load_decoder(plan, &checkpoint, &naming, device, options, progress)?;
+        Ok(Self { decoder, tokenizer, template, stop, notes })
     }
 
     /// Puts a model together from parts that were made otherwise. `stop` holds the ids that end an answer.
@@ -92,7 +99,8 @@ impl Model {
         template: Option<ChatTemplate>,
         stop: Vec<u32>,
     ) -> Self {
-        Self { decoder, tokenizer, template, stop }
+        let notes = decoder.experts().notes().to_vec();
+        Self { decoder, tokenizer, template, stop, notes }
     }
 
     /// The decoder.
@@ -103,6 +111,11 @@ impl Model {
     /// The cache that serves the experts.
     pub fn experts(&self) -> &ExpertCache {
         self.decoder.experts()
+    }
+
+    /// Where what is in force differs from what was asked, and why: of the experts' store and of their cache.
+    pub fn notes(&self) -> &[String] {
+        &self.notes
     }
 
     /// The tokenizer.
@@ -142,22 +155,66 @@ impl Model {
     }
 }
 
-/// Opens the experts, builds their cache, and loads the dense part.
+/// Opens the experts, builds their cache, and loads the dense part. Also says what is in force that was not asked.
 fn load_decoder(
     plan: DecoderPlan,
     checkpoint: &Arc<Checkpoint>,
     naming: &Naming,
     device: &Device,
     options: &LoadOptions,
-    progress: &mut dyn FnMut(Progress),
-) -> Result<Decoder> {
-    let store = ExpertStore::from_checkpoint(checkpoint.clone(), naming)?;
+    progress: &(dyn Fn(Progress) + Sync),
+) -> Result<(Decoder, Vec<String>)> {
+    let context = options.context.unwrap_or(plan.max_positions.min(DEFAULT_CONTEXT));
+    plan.check_context(context)?;
+    let store = expert_store(&plan, checkpoint, naming, options, progress)?;
+    let mut notes = store.notes().to_vec();
     let top_k = plan.moe_layers().map(|(_, moe)| moe.router.top_k).max().unwrap_or(0);
     let cache = CacheOptions { top_k, ..options.cache.clone() };
     let experts = ExpertCache::builder(store, device).options(cache).build()?;
-    let context = options.context.unwrap_or(plan.max_positions.min(DEFAULT_CONTEXT));
+    notes.extend_from_slice(experts.notes());
     let mut weights = DenseWeights::new(checkpoint, naming, options.dtype, device, progress)?;
-    Decoder::load(plan, &mut weights, experts, context, options.dtype, device)
+    let decoder = Decoder::load(plan, &mut weights, experts, context, options.dtype, device)?;
+    Ok((decoder, notes))
+}
+
+/// The experts of a checkpoint, checked against the plan, in the format asked for.
+fn expert_store(
+    plan: &DecoderPlan,
+    checkpoint: &Arc<Checkpoint>,
+    naming: &Naming,
+    options: &LoadOptions,
+    progress: &(dyn Fn(Progress) + Sync),
+) -> Result<ExpertStore> {
+    let mut store = ExpertStore::from_checkpoint(checkpoint.clone(), naming)?;
+    if let Some((_, moe)) = plan.moe_layers().next() {
+        // Layers differ in nothing but size in the families that are implemented.
+        store = store.with_activation(moe.expert.activation).with_weight_on(moe.expert.weight_on);
+    }
+    for (layer, moe) in plan.moe_layers() {
+        let Some(ordinal) = store.directory().ordinal(layer) else {
+            return Err(Error::ExpertMismatch {
+                layer,
+                config: moe.describe(),
+                checkpoint: "none".to_owned(),
+            });
+        };
+        let experts = store.directory().layers()[ordinal].experts;
+        let found = MoePlan { experts, router: moe.router, expert: *store.spec(ordinal) };
+        if found.experts != moe.experts || found.expert != moe.expert {
+            let (config, checkpoint) = (moe.describe(), found.describe());
+            return Err(Error::ExpertMismatch { layer, config, checkpoint });
+        }
+    }
+    match options.format {
+        Some(format) => {
+            let convert = ConvertOptions {
+                cache_dir: options.cache_dir.clone(),
+                progress: Some(&|done, total| progress(Progress::Convert { done, total })),
+            };
+            Ok(store.into_format_with(format, &convert)?)
+        }
+        None => Ok(store),
+    }
 }
 
 /// The ids under `eos_token_id` of `generation_config.json` (where there is one) and of `config.json`.

@@ -2,18 +2,19 @@
 
 use std::ops::ControlFlow;
 use std::path::Path;
+use std::sync::Mutex;
 
 use candle_core::{DType, Device, Tensor};
 use candle_nn::VarBuilder;
 use candle_transformers::models::qwen3_moe;
-use comoe_core::{CacheOptions, Capacity, Scope};
+use comoe_core::{CacheOptions, Capacity, ExpertFormat, Scope};
 use half::bf16;
 
 use crate::testing::{close, tiny_config, tiny_weights, write_model, write_weights};
 use crate::*;
 
 fn load_with(folder: &Path, options: &LoadOptions) -> Result<Model> {
-    Model::load(folder, &Device::Cpu, options, &mut |_| {})
+    Model::load(folder, &Device::Cpu, options, &|_| {})
 }
 
 fn load(folder: &Path) -> Model {
@@ -41,8 +42,7 @@ struct Reference(qwen3_moe::ModelForCausalLM);
 impl Reference {
     fn load(folder: &Path, config: &serde_json::Value) -> Self {
         let config: qwen3_moe::Config = serde_json::from_value(config.clone()).unwrap();
-        let tensors =
-            candle_core::safetensors::load(folder.join("model.safetensors"), &Device::Cpu).unwrap();
+        let tensors = candle_core::safetensors::load(folder.join("model.safetensors"), &Device::Cpu).unwrap();
         let vb = VarBuilder::from_tensors(
             tensors.into_iter().map(|(k, v)| (k, v.to_dtype(DType::F32).unwrap())).collect(),
             DType::F32,
@@ -198,7 +198,8 @@ fn folders_that_do_not_fit_together_are_refused_by_name() {
     mentions(remove("model.safetensors"), &["safetensors"]);
     mentions(fails(&|d| rewrite(d, "model_type", "gpt2".into())), &["gpt2", "qwen3_moe"]);
     mentions(fails(&|d| rewrite(d, "num_experts", 0.into())), &["no experts"]);
-    mentions(fails(&|d| rewrite(d, "num_experts", 9.into())), &["layer 0", "9", "8"]);
+    mentions(fails(&|d| rewrite(d, "num_experts", 9.into())), &["layer 0", "9 experts", "8 experts"]);
+    mentions(fails(&|d| rewrite(d, "moe_intermediate_size", 16.into())), &["layer 0", "16", "24"]);
     mentions(fails(&|d| rewrite(d, "vocab_size", 100.into())), &["tokenizer.json", "265", "100"]);
     mentions(fails(&|d| rewrite(d, "head_dim", 8.into())), &["q_proj", "[32, 32]", "[64, 32]"]);
     mentions(fails(&|d| rewrite(d, "num_hidden_layers", 4.into())), &["layer 3"]);
@@ -218,19 +219,23 @@ fn dense_weights_refuse_experts_and_report_progress() {
     let dir = folder(&tiny_config());
     let checkpoint = Checkpoint::open(&[dir.path()]).unwrap();
     let naming = Naming::auto();
-    let mut seen = Vec::new();
-    let mut progress = |p| seen.push(p);
+    let seen = Mutex::new(Vec::new());
+    let progress = |p| seen.lock().unwrap().push(p);
     let mut weights =
-        load::DenseWeights::new(&checkpoint, &naming, DType::F32, &Device::Cpu, &mut progress).unwrap();
+        load::DenseWeights::new(&checkpoint, &naming, DType::F32, &Device::Cpu, &progress).unwrap();
     let e = weights.tensor("model.layers.0.mlp.experts.3.up_proj.weight", &[24, 32]).unwrap_err();
     assert!(matches!(e, Error::ExpertAsDense { .. }), "{e}");
     assert!(weights.tensor("model.norm.weight", &[33]).is_err());
     weights.tensor("model.norm.weight", &[32]).unwrap();
-    assert!(matches!(seen[..], [Progress::Dense { done: 64, total }] if total > 64));
+    assert!(matches!(seen.lock().unwrap()[..], [Progress::Dense { done: 64, total }] if total > 64));
 
-    let mut last = None;
-    Model::load(dir.path(), &Device::Cpu, &LoadOptions::default(), &mut |p| last = Some(p)).unwrap();
-    assert!(matches!(last, Some(Progress::Dense { done, total }) if done == total), "{last:?}");
+    seen.lock().unwrap().clear();
+    let options = LoadOptions { format: Some(ExpertFormat::INT8), ..LoadOptions::default() };
+    Model::load(dir.path(), &Device::Cpu, &options, &progress).unwrap();
+    let seen = seen.into_inner().unwrap();
+    assert!(matches!(seen.last(), Some(Progress::Dense { done, total }) if done == total), "{seen:?}");
+    // Three layers of eight experts.
+    assert!(seen.contains(&Progress::Convert { done: 24, total: 24 }), "{seen:?}");
 }
 
 fn go(_: Event<'_>) -> ControlFlow<()> {

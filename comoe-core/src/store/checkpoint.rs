@@ -6,7 +6,7 @@ use std::collections::btree_map::{BTreeMap, Entry};
 use std::collections::{HashMap, HashSet};
 use std::fmt;
 use std::ops::Range;
-use std::path::{Component, Path, PathBuf};
+use std::path::{Component, Path};
 
 use safetensors::Dtype;
 use serde::Deserialize;
@@ -254,6 +254,14 @@ impl Checkpoint {
         Ok(self.located(name)?.region)
     }
 
+    /// The tensor that holds byte `offset` of a shard, for messages.
+    pub(super) fn name_at(&self, shard: usize, offset: usize) -> Option<&str> {
+        self.tensors.iter().find_map(|(name, t)| {
+            let r = t.region;
+            (r.shard == shard && (r.start..r.start + r.len).contains(&offset)).then_some(name.as_str())
+        })
+    }
+
     fn located(&self, name: &str) -> Result<&Located> {
         self.tensors
             .get(name)
@@ -357,7 +365,7 @@ mod tests {
         let empty = tempfile::tempdir().unwrap();
         let error = Checkpoint::open(&[empty.path()]).unwrap_err().to_string();
         assert!(error.contains("holds no model") && error.contains(SINGLE_FILE), "{error}");
-        assert!(Checkpoint::open::<PathBuf>(&[]).is_err());
+        assert!(Checkpoint::open::<&Path>(&[]).is_err());
         let mixed = Checkpoint::open(&[empty.path(), made.path()]).unwrap_err().to_string();
         assert!(mixed.contains("is a folder"), "{mixed}");
     }

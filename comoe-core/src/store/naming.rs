@@ -55,6 +55,18 @@ pub enum StackedLayout {
     TransposedInterleaved,
 }
 
+impl StackedLayout {
+    /// Whether tensors are `[E, in, out]`.
+    pub fn is_transposed(self) -> bool {
+        matches!(self, Self::Transposed | Self::TransposedInterleaved)
+    }
+
+    /// Whether gate and up alternate.
+    pub fn is_interleaved(self) -> bool {
+        matches!(self, Self::Interleaved | Self::TransposedInterleaved)
+    }
+}
+
 /// Names of one way to store experts, below `layers.N.`.
 #[derive(Debug, PartialEq, Eq)]
 enum Template {
@@ -195,6 +207,22 @@ impl Naming {
         Ok(TensorRole::Dense)
     }
 
+    /// The name that `matrix` of `expert` would have beside `name`, a tensor of the same layer's experts.
+    pub(super) fn sibling(
+        &self,
+        name: &str,
+        expert: Option<usize>,
+        matrix: Matrix,
+        bias: bool,
+    ) -> Option<String> {
+        let TensorRole::Expert(seen) = self.classify(name).ok()? else { return None };
+        let layer = format!("layers.{}.", seen.layer);
+        let (prefix, below) = name.split_at(name.find(&layer)? + layer.len());
+        let below: Vec<&str> = below.split('.').collect();
+        let template = self.templates.iter().find(|t| t.matches(seen.layer, &below).is_some())?;
+        Some(format!("{prefix}{}", template.name(expert, matrix, bias)?))
+    }
+
     /// The known names, for messages.
     fn known(&self) -> String {
         let list: Vec<String> = self.templates.iter().map(|t| t.pattern()).collect();
@@ -230,6 +258,28 @@ impl Template {
                 })
             }
         }
+    }
+
+    fn name(&self, expert: Option<usize>, matrix: Matrix, is_bias: bool) -> Option<String> {
+        Some(match self {
+            Self::PerExpert { folder, gate, up, down } => {
+                let projection = match matrix {
+                    Matrix::Gate => gate,
+                    Matrix::Up => up,
+                    Matrix::Down => down,
+                    Matrix::GateUp => return None,
+                };
+                format!("{folder}.{}.{projection}.{}", expert?, if is_bias { "bias" } else { "weight" })
+            }
+            Self::Stacked { folder, gate_up, down, weight, bias } => {
+                let stem = match matrix {
+                    Matrix::GateUp => gate_up,
+                    Matrix::Down => down,
+                    Matrix::Gate | Matrix::Up => return None,
+                };
+                format!("{folder}.{stem}{}", if is_bias { (*bias)? } else { *weight })
+            }
+        })
     }
 
     fn pattern(&self) -> String {

@@ -2,6 +2,8 @@
 
 use comoe_core::ExpertSpec;
 
+use crate::error::{Error, Result};
+
 /// A decoder-only model as a list of blocks.
 #[derive(Debug, Clone)]
 pub struct DecoderPlan {
@@ -28,6 +30,21 @@ impl DecoderPlan {
             FfnPlan::Moe(moe) => Some((l, moe)),
             FfnPlan::Dense { .. } => None,
         })
+    }
+
+    /// Whether a sequence can have `context` tokens.
+    ///
+    /// # Errors
+    /// [`Error::ContextTooLarge`], or [`Error::BadOption`] for 0.
+    pub fn check_context(&self, context: usize) -> Result<()> {
+        if context > self.max_positions {
+            return Err(Error::ContextTooLarge { asked: context, available: self.max_positions });
+        }
+        if context == 0 {
+            let expected = "expected at least 1 token";
+            return Err(Error::BadOption { option: "context", value: "0".into(), expected });
+        }
+        Ok(())
     }
 
     /// Bytes of KV cache for one token, at `element` bytes a value.
@@ -87,6 +104,14 @@ pub struct MoePlan {
     pub router: RouterPlan,
     /// What an expert computes.
     pub expert: ExpertSpec,
+}
+
+impl MoePlan {
+    /// For messages.
+    pub(crate) fn describe(&self) -> String {
+        let ExpertSpec { hidden, intermediate, .. } = self.expert;
+        format!("{} experts of hidden {hidden}, intermediate {intermediate}", self.experts)
+    }
 }
 
 /// Softmax over all experts in F32, top-k of the probabilities (ties to the lowest number), optionally divided by

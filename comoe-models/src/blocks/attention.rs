@@ -30,12 +30,7 @@ impl Attention {
     ///
     /// # Errors
     /// Those of candle.
-    pub fn new(
-        plan: &AttentionPlan,
-        qkv: Linear,
-        out: Linear,
-        qk_norm: Option<[Tensor; 2]>,
-    ) -> Result<Self> {
+    pub fn new(plan: &AttentionPlan, qkv: Linear, out: Linear, qk_norm: Option<[Tensor; 2]>) -> Result<Self> {
         let norm = match (qk_norm, plan.qk_norm) {
             (Some(weights), Some(eps)) => Some(QkNorm::new(weights, eps)?),
             _ => None,
@@ -92,9 +87,7 @@ impl HeadSplit {
     fn forward(&self, qkv: &Tensor, position: usize, rope: &RotaryTable) -> Result<Tensor> {
         let tokens = qkv.dim(0)?;
         match rope.host_rows(position, tokens) {
-            Some((cos, sin)) if cpu::applies(qkv) => {
-                qkv.apply_op1_no_bwd(&SplitOp { split: self, cos, sin })
-            }
+            Some((cos, sin)) if cpu::applies(qkv) => qkv.apply_op1_no_bwd(&SplitOp { split: self, cos, sin }),
             _ => self.forward_candle(qkv, position, rope),
         }
     }
@@ -294,7 +287,7 @@ fn attend_head(q: &[f32], k: &[f32], v: &[f32], scale: f32, out: &mut [f32]) {
 
 #[cfg(test)]
 mod tests {
-        use super::*;
+    use super::*;
     use crate::testing::{close, random};
 
     fn split(norm: bool) -> HeadSplit {
@@ -325,7 +318,8 @@ mod tests {
             let t = t.contiguous().unwrap().unsqueeze(1).unwrap().expand(shape).unwrap();
             t.reshape((heads, seen, head_dim)).unwrap()
         };
-        let scores = (q.contiguous().unwrap().matmul(&repeat(k).t().unwrap()).unwrap() * f64::from(scale)).unwrap();
+        let scores =
+            (q.contiguous().unwrap().matmul(&repeat(k).t().unwrap()).unwrap() * f64::from(scale)).unwrap();
         let mask: Vec<f32> = (0..tokens)
             .flat_map(|t| (0..seen).map(move |c| if c <= position + t { 0.0 } else { -1e30 }))
             .collect();

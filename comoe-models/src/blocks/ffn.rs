@@ -60,7 +60,7 @@ impl CustomOp1 for SwiGlu {
 
 #[cfg(test)]
 mod tests {
-        use super::*;
+    use super::*;
     use crate::testing::{close, random};
 
     #[test]

@@ -123,7 +123,7 @@ impl CustomOp3 for AddNorm {
 mod tests {
     use candle_core::DType;
 
-        use super::*;
+    use super::*;
     use crate::testing::{close, random};
 
     #[test]

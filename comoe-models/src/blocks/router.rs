@@ -42,15 +42,16 @@ impl Router {
             _ => {}
         }
         let shape = (tokens, self.plan.top_k);
-        Ok((
-            Tensor::from_vec(ids, shape, &Device::Cpu)?,
-            Tensor::from_vec(weights, shape, &Device::Cpu)?,
-        ))
+        Ok((Tensor::from_vec(ids, shape, &Device::Cpu)?, Tensor::from_vec(weights, shape, &Device::Cpu)?))
     }
 }
 
 /// Routes rows of `experts` logits. The error is the first row with an output that is no number.
-fn route(logits: &[f32], experts: usize, plan: RouterPlan) -> std::result::Result<(Vec<u32>, Vec<f32>), usize> {
+fn route(
+    logits: &[f32],
+    experts: usize,
+    plan: RouterPlan,
+) -> std::result::Result<(Vec<u32>, Vec<f32>), usize> {
     let tokens = logits.len() / experts;
     let mut ids = Vec::with_capacity(tokens * plan.top_k);
     let mut weights = Vec::with_capacity(tokens * plan.top_k);
@@ -92,7 +93,7 @@ fn route(logits: &[f32], experts: usize, plan: RouterPlan) -> std::result::Resul
 mod tests {
     use candle_core::D;
 
-        use super::*;
+    use super::*;
     use crate::testing::{close, random};
 
     #[test]
@@ -100,12 +101,10 @@ mod tests {
         let (tokens, hidden, experts) = (9, 32, 16);
         let (x, w) = (random(&[tokens, hidden], 1), random(&[experts, hidden], 2));
         for normalise in [false, true] {
-            let router =
-                Router::new(Linear::new(&w, None).unwrap(), RouterPlan { top_k: 4, normalise }, 0);
+            let router = Router::new(Linear::new(&w, None).unwrap(), RouterPlan { top_k: 4, normalise }, 0);
             let (ids, weights) = router.forward(&x).unwrap();
             let p = candle_nn::ops::softmax(&x.matmul(&w.t().unwrap()).unwrap(), D::Minus1).unwrap();
-            let want_ids =
-                p.arg_sort_last_dim(false).unwrap().narrow(1, 0, 4).unwrap().contiguous().unwrap();
+            let want_ids = p.arg_sort_last_dim(false).unwrap().narrow(1, 0, 4).unwrap().contiguous().unwrap();
             let mut want = p.gather(&want_ids, 1).unwrap();
             if normalise {
                 want = want.broadcast_div(&want.sum_keepdim(1).unwrap()).unwrap();

@@ -85,7 +85,8 @@ impl<'m> Conversation<'m> {
             dropped_turns += 1;
         };
         let room = context.saturating_sub(prompt.len());
-        let options = GenerateOptions { max_tokens: options.max_tokens.map(|n| n.min(room)), ..options.clone() };
+        let options =
+            GenerateOptions { max_tokens: options.max_tokens.map(|n| n.min(room)), ..options.clone() };
         let generation = self.session.generate(&prompt, &options, listener)?;
         messages.push(Message::assistant(generation.text.clone()));
         self.messages = messages;

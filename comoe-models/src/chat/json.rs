@@ -6,7 +6,11 @@ use serde::Serialize;
 use serde_json::ser::{Formatter, PrettyFormatter, Serializer};
 
 /// `json.dumps(value, ensure_ascii=ascii, indent=indent)`: `", "` and `": "` between parts, or one part a line.
-pub(super) fn python_json(value: &impl Serialize, indent: Option<usize>, ascii: bool) -> Result<String, String> {
+pub(super) fn python_json(
+    value: &impl Serialize,
+    indent: Option<usize>,
+    ascii: bool,
+) -> Result<String, String> {
     let mut out = Vec::new();
     let done = match indent {
         Some(n) => {
@@ -63,10 +67,7 @@ mod tests {
             python_json(&v, None, false).unwrap(),
             r#"{"a": {}, "b": [1, 2.5, null, true], "s": "é\n\"😀"}"#
         );
-        assert_eq!(
-            python_json(&v["s"], None, true).unwrap(),
-            r#""\u00e9\n\"\ud83d\ude00""#
-        );
+        assert_eq!(python_json(&v["s"], None, true).unwrap(), r#""\u00e9\n\"\ud83d\ude00""#);
         assert_eq!(python_json(&v["b"], Some(2), false).unwrap(), "[\n  1,\n  2.5,\n  null,\n  true\n]");
     }
 }

@@ -3,8 +3,8 @@
 use std::path::Path;
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use minijinja::value::{Kwargs, Serde, Value};
 use minijinja::syntax::SyntaxConfig;
+use minijinja::value::{Kwargs, Serde, Value};
 use minijinja::{Environment, ErrorKind};
 use serde::Serialize;
 
@@ -170,7 +170,11 @@ fn template_of(value: &serde_json::Value) -> std::result::Result<Option<String>,
 fn special_tokens(config: &serde_json::Value) -> Vec<(String, String)> {
     let Some(fields) = config.as_object() else { return Vec::new() };
     let text = |v: &serde_json::Value| v.as_str().or_else(|| v["content"].as_str()).map(str::to_owned);
-    fields.iter().filter(|(k, _)| k.ends_with("_token")).filter_map(|(k, v)| Some((k.clone(), text(v)?))).collect()
+    fields
+        .iter()
+        .filter(|(k, _)| k.ends_with("_token"))
+        .filter_map(|(k, v)| Some((k.clone(), text(v)?)))
+        .collect()
 }
 
 /// Turns `{% generation %}` and `{% endgeneration %}` (marks for training, unknown to minijinja) into a block that
@@ -199,8 +203,18 @@ fn without_generation_marks(source: &str) -> String {
 /// Formats seconds since 1970 (UTC) by the common `strftime` letters; others are left as they are.
 fn strftime(seconds: u64, format: &str) -> String {
     const MONTHS: [&str; 12] = [
-        "January", "February", "March", "April", "May", "June", "July", "August", "September", "October",
-        "November", "December",
+        "January",
+        "February",
+        "March",
+        "April",
+        "May",
+        "June",
+        "July",
+        "August",
+        "September",
+        "October",
+        "November",
+        "December",
     ];
     const DAYS: [&str; 7] = ["Thursday", "Friday", "Saturday", "Sunday", "Monday", "Tuesday", "Wednesday"];
     let days = seconds / 86_400;
@@ -328,7 +342,10 @@ mod tests {
                 .replace("True", &render("{{ true }}", &[]).unwrap())
         );
         assert_eq!(strftime(0, "%d %b %Y %H:%M:%S %A %q %%"), "01 Jan 1970 00:00:00 Thursday %q %");
-        assert_eq!(strftime(951_826_153, "%a %Y-%m-%d %H:%M:%S %B %y"), "Tue 2000-02-29 12:09:13 February 00");
+        assert_eq!(
+            strftime(951_826_153, "%a %Y-%m-%d %H:%M:%S %B %y"),
+            "Tue 2000-02-29 12:09:13 February 00"
+        );
         assert_eq!(strftime(4_107_542_399, "%Y-%m-%d"), "2100-02-28");
         assert_eq!(strftime(4_107_542_400, "%Y-%m-%d"), "2100-03-01");
     }

@@ -126,7 +126,7 @@ impl ConfigFile {
     }
 }
 
-fn spellings<'a>(field: &'a str) -> Vec<&'a str> {
+fn spellings(field: &str) -> Vec<&str> {
     SPELLINGS.iter().find(|(name, _)| *name == field).map_or_else(|| vec![field], |(_, s)| s.to_vec())
 }
 
@@ -140,7 +140,9 @@ mod tests {
 
     #[test]
     fn both_spellings_are_read() {
-        let hub = parse(r#"{"num_experts": 8, "rope_theta": 1e6, "torch_dtype": "bfloat16", "rope_scaling": null}"#);
+        let hub = parse(
+            r#"{"num_experts": 8, "rope_theta": 1e6, "torch_dtype": "bfloat16", "rope_scaling": null}"#,
+        );
         let v5 = parse(
             r#"{"num_local_experts": 8, "rope_parameters": {"rope_theta": 1e6, "rope_type": "default"},
                 "dtype": "bfloat16"}"#,

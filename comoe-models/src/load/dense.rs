@@ -16,7 +16,7 @@ pub struct DenseWeights<'a> {
     device: &'a Device,
     done: u64,
     total: u64,
-    progress: &'a mut dyn FnMut(Progress),
+    progress: &'a (dyn Fn(Progress) + Sync),
 }
 
 impl<'a> DenseWeights<'a> {
@@ -29,7 +29,7 @@ impl<'a> DenseWeights<'a> {
         naming: &'a Naming,
         dtype: DType,
         device: &'a Device,
-        progress: &'a mut dyn FnMut(Progress),
+        progress: &'a (dyn Fn(Progress) + Sync),
     ) -> Result<Self> {
         let mut total = 0;
         for name in checkpoint.names() {

@@ -6,10 +6,17 @@ mod dense;
 pub use config::ConfigFile;
 pub use dense::DenseWeights;
 
-/// How far loading has come.
+/// How far loading has come. Reports of conversions come from several threads, in any order.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Progress {
+    /// Experts being converted to the format asked for, in records. Skipped when they are found converted.
+    Convert {
+        /// Records converted.
+        done: usize,
+        /// Records in all.
+        total: usize,
+    },
     /// Dense weights on their way to the device, in bytes of the checkpoint.
     Dense {
         /// Bytes loaded.
