@@ -73,10 +73,7 @@ pub(crate) struct ModelArgs {
     /// Memory for the pool, such as 900K or 12G
     #[arg(long, value_name = "SIZE", group = "room", value_parser = parse_size, help_heading = "Experts and memory")]
     pool: Option<u64>,
-    /// Keep every expert in the pool
-    ///
-    /// Without --slots, --pool and --resident: every expert if they take at most half of the memory available,
-    /// otherwise as many as fit in that half.
+    /// Keep every expert in the pool [default of these: as many as fit half of the memory available]
     #[arg(long, group = "room", help_heading = "Experts and memory")]
     resident: bool,
     /// How experts are stored: source (as in the checkpoint), bf16, int8 or int4; int4-g32 chooses the group too
