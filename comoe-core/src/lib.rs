@@ -14,6 +14,7 @@ mod schedule_tests;
 mod simd;
 pub mod stats;
 pub mod store;
+mod sys;
 
 pub use cache::{CacheBuilder, CacheLayer, CacheOptions, Capacity, ExpertCache, RecordCache, Scope};
 pub use error::{Error, Result};

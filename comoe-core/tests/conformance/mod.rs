@@ -9,54 +9,61 @@ use comoe_core::backend::Backend;
 use comoe_core::format::record::{ExpertBiases, ExpertWeights, Weights, pack_expert, unpack_expert};
 use comoe_core::store::{Directory, RecordIndex, RecordSource};
 use comoe_core::{
-    Activation, CacheOptions, Capacity, Error, ExpertCache, ExpertFormat, ExpertLayout, ExpertSpec, ExpertStore,
-    PolicyKind, Prefetch, PrefetchTrigger, RecordCache, Result, Scope, WeightOn,
+    Activation, CacheOptions, Capacity, Error, ExpertCache, ExpertFormat, ExpertLayout, ExpertSpec,
+    ExpertStore, PolicyKind, Prefetch, PrefetchTrigger, RecordCache, Result, Scope, WeightOn,
 };
 
 /// Makes the backend under test.
-pub type Make<'a> = &'a dyn Fn(Arc<dyn RecordSource>) -> Box<dyn Backend>;
+pub(crate) type Make<'a> = &'a dyn Fn(Arc<dyn RecordSource>) -> Box<dyn Backend>;
 
 /// SplitMix64.
-pub struct Noise(pub u64);
+pub(crate) struct Noise(pub(crate) u64);
 
 impl Noise {
-    pub fn next(&mut self) -> u64 {
+    pub(crate) fn next(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let z = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
         let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
         z ^ (z >> 31)
     }
 
-    pub fn below(&mut self, n: usize) -> usize {
+    pub(crate) fn below(&mut self, n: usize) -> usize {
         (self.next() % n as u64) as usize
     }
 
     /// Uniform in -1..1.
-    pub fn float(&mut self) -> f32 {
+    pub(crate) fn float(&mut self) -> f32 {
         (self.next() >> 40) as f32 / (1u64 << 23) as f32 - 1.0
     }
 
-    pub fn floats(&mut self, n: usize, scale: f32) -> Vec<f32> {
+    pub(crate) fn floats(&mut self, n: usize, scale: f32) -> Vec<f32> {
         (0..n).map(|_| scale * self.float()).collect()
     }
 }
 
 /// Random experts in memory, whose store can be made unreadable.
-pub struct Experts {
-    pub spec: ExpertSpec,
-    pub layout: ExpertLayout,
+pub(crate) struct Experts {
+    pub(crate) spec: ExpertSpec,
+    pub(crate) layout: ExpertLayout,
     directory: Directory,
     records: Vec<Vec<u8>>,
     unreadable: AtomicBool,
 }
 
 impl Experts {
-    pub fn random(spec: ExpertSpec, format: ExpertFormat, layers: usize, experts: usize, seed: u64) -> Arc<Self> {
+    pub(crate) fn random(
+        spec: ExpertSpec,
+        format: ExpertFormat,
+        layers: usize,
+        experts: usize,
+        seed: u64,
+    ) -> Arc<Self> {
         let layout = ExpertLayout::new(&spec, format);
         let mut noise = Noise(seed);
         let records = (0..layers * experts)
             .map(|_| {
-                let (wide, narrow) = (1.0 / (spec.hidden as f32).sqrt(), 1.0 / (spec.intermediate as f32).sqrt());
+                let (wide, narrow) =
+                    (1.0 / (spec.hidden as f32).sqrt(), 1.0 / (spec.intermediate as f32).sqrt());
                 let gate = noise.floats(spec.hidden * spec.intermediate, wide);
                 let up = noise.floats(spec.hidden * spec.intermediate, wide);
                 let down = noise.floats(spec.hidden * spec.intermediate, narrow);
@@ -80,13 +87,13 @@ impl Experts {
         Arc::new(Self { spec, layout, directory, records, unreadable: AtomicBool::new(false) })
     }
 
-    pub fn store(self: &Arc<Self>) -> ExpertStore {
+    pub(crate) fn store(self: &Arc<Self>) -> ExpertStore {
         let specs = vec![self.spec; self.directory.layers().len()];
         ExpertStore::from_source(self.clone(), specs, self.layout.format).unwrap()
     }
 
     /// `y[t]` by F64 arithmetic over the unpacked weights.
-    pub fn reference(&self, layer: usize, x: &[f32], ids: &[u32], weights: &[f32]) -> Vec<f64> {
+    pub(crate) fn reference(&self, layer: usize, x: &[f32], ids: &[u32], weights: &[f32]) -> Vec<f64> {
         let ExpertSpec { hidden, intermediate, .. } = self.spec;
         let (tokens, top_k) = (x.len() / hidden, ids.len() / (x.len() / hidden));
         let first = self.directory.layers()[layer].first;
@@ -98,18 +105,13 @@ impl Experts {
             let on_input = if self.spec.weight_on == WeightOn::Input { f64::from(weight) } else { 1.0 };
             let xt: Vec<f64> = x[t * hidden..][..hidden].iter().map(|&v| f64::from(v) * on_input).collect();
             let row = |m: &[f32], bias: Option<&[f32]>, r: usize, v: &[f64]| -> f64 {
-                let dot: f64 = m[r * v.len()..][..v.len()].iter().zip(v).map(|(&w, v)| f64::from(w) * v).sum();
+                let dot: f64 =
+                    m[r * v.len()..][..v.len()].iter().zip(v).map(|(&w, v)| f64::from(w) * v).sum();
                 dot + bias.map_or(0.0, |b| f64::from(b[r]))
             };
             let [gb, ub, db] = [0, 1, 2].map(|part| e.bias.as_ref().map(|b| &b[part][..]));
             let h: Vec<f64> = (0..intermediate)
-                .map(|r| {
-                    activate(
-                        self.spec.activation,
-                        row(&e.gate, gb, r, &xt),
-                        row(&e.up, ub, r, &xt),
-                    )
-                })
+                .map(|r| activate(self.spec.activation, row(&e.gate, gb, r, &xt), row(&e.up, ub, r, &xt)))
                 .collect();
             let after = if self.spec.weight_on == WeightOn::Output { f64::from(weight) } else { 1.0 };
             for r in 0..hidden {
@@ -161,7 +163,14 @@ struct Call {
     raw: (Vec<f32>, Vec<u32>, Vec<f32>),
 }
 
-fn calls(experts: &Experts, device: &Device, dtype: DType, steps: usize, most_tokens: usize, seed: u64) -> Vec<Call> {
+fn calls(
+    experts: &Experts,
+    device: &Device,
+    dtype: DType,
+    steps: usize,
+    most_tokens: usize,
+    seed: u64,
+) -> Vec<Call> {
     let mut noise = Noise(seed);
     let layers = experts.directory.layers().len();
     let count = experts.directory.layers()[0].experts;
@@ -169,7 +178,8 @@ fn calls(experts: &Experts, device: &Device, dtype: DType, steps: usize, most_to
     (0..steps)
         .map(|step| {
             let (tokens, top_k) = (1 + noise.below(most_tokens), 1 + noise.below(3.min(count)));
-            let x = Tensor::from_vec(noise.floats(tokens * hidden, 1.0), (tokens, hidden), &Device::Cpu).unwrap();
+            let x =
+                Tensor::from_vec(noise.floats(tokens * hidden, 1.0), (tokens, hidden), &Device::Cpu).unwrap();
             let x = x.to_dtype(dtype).unwrap();
             let exact = x.to_dtype(DType::F32).unwrap().flatten_all().unwrap().to_vec1().unwrap();
             // Now and then the same expert twice for one token.
@@ -193,7 +203,11 @@ fn run(cache: &ExpertCache, call: &Call) -> Vec<f32> {
 }
 
 fn cache(experts: &Arc<Experts>, device: &Device, make: Make<'_>, options: CacheOptions) -> ExpertCache {
-    ExpertCache::builder(experts.store(), device).backend(make(experts.clone())).options(options).build().unwrap()
+    ExpertCache::builder(experts.store(), device)
+        .backend(make(experts.clone()))
+        .options(options)
+        .build()
+        .unwrap()
 }
 
 fn specs() -> Vec<ExpertSpec> {
@@ -207,7 +221,7 @@ fn specs() -> Vec<ExpertSpec> {
 }
 
 /// All of the suite.
-pub fn all(device: &Device, make: Make<'_>) {
+pub(crate) fn all(device: &Device, make: Make<'_>) {
     agrees_with_the_f64_reference(device, make);
     output_never_depends_on_the_pool(device, make);
     gathers_what_was_asked_for(device, make);
@@ -217,7 +231,7 @@ pub fn all(device: &Device, make: Make<'_>) {
     callers_take_turns(device, make);
 }
 
-pub fn agrees_with_the_f64_reference(device: &Device, make: Make<'_>) {
+pub(crate) fn agrees_with_the_f64_reference(device: &Device, make: Make<'_>) {
     for (i, spec) in specs().into_iter().enumerate() {
         for format in [ExpertFormat::Bf16, ExpertFormat::INT8, ExpertFormat::Int4 { group: 32 }] {
             for (dtype, tolerance) in [(DType::F32, 2e-5), (DType::BF16, 8e-3), (DType::F16, 1e-3)] {
@@ -227,7 +241,8 @@ pub fn agrees_with_the_f64_reference(device: &Device, make: Make<'_>) {
                     let got = run(&cache, &call);
                     let want = experts.reference(call.layer, &call.raw.0, &call.raw.1, &call.raw.2);
                     let norm = want.iter().map(|w| w * w).sum::<f64>().sqrt();
-                    let off = got.iter().zip(&want).map(|(g, w)| (f64::from(*g) - w).powi(2)).sum::<f64>().sqrt();
+                    let off =
+                        got.iter().zip(&want).map(|(g, w)| (f64::from(*g) - w).powi(2)).sum::<f64>().sqrt();
                     assert!(off <= tolerance * norm, "{spec:?} {format} {dtype:?}: {off:e} of {norm:e}");
                 }
             }
@@ -237,7 +252,7 @@ pub fn agrees_with_the_f64_reference(device: &Device, make: Make<'_>) {
 
 /// Every slot count, policy, scope, prefetch and trigger gives the resident run's bits, for sets that fit and sets that
 /// do not, and the counters add up.
-pub fn output_never_depends_on_the_pool(device: &Device, make: Make<'_>) {
+pub(crate) fn output_never_depends_on_the_pool(device: &Device, make: Make<'_>) {
     for format in [ExpertFormat::Bf16, ExpertFormat::INT8, ExpertFormat::INT4] {
         let experts = Experts::random(ExpertSpec::swiglu(64, 48), format, 3, 8, 11);
         let mut calls = calls(&experts, device, DType::F32, 24, 3, 5);
@@ -260,7 +275,10 @@ pub fn output_never_depends_on_the_pool(device: &Device, make: Make<'_>) {
             let cache = cache(&experts, device, make, options.clone());
             for (n, (call, want)) in calls.iter().zip(&want).enumerate() {
                 let got = run(&cache, call);
-                assert!(got.iter().zip(want).all(|(a, b)| a.to_bits() == b.to_bits()), "call {n} with {options:?}");
+                assert!(
+                    got.iter().zip(want).all(|(a, b)| a.to_bits() == b.to_bits()),
+                    "call {n} with {options:?}"
+                );
             }
             cache.check().unwrap();
             let stats = cache.stats();
@@ -271,7 +289,7 @@ pub fn output_never_depends_on_the_pool(device: &Device, make: Make<'_>) {
     }
 }
 
-pub fn gathers_what_was_asked_for(device: &Device, make: Make<'_>) {
+pub(crate) fn gathers_what_was_asked_for(device: &Device, make: Make<'_>) {
     let experts = Experts::random(ExpertSpec::swiglu(16, 16), ExpertFormat::Bf16, 2, 9, 1);
     let cache = RecordCache::builder(experts.clone() as Arc<dyn RecordSource>, device)
         .backend(make(experts.clone()))
@@ -292,7 +310,7 @@ pub fn gathers_what_was_asked_for(device: &Device, make: Make<'_>) {
 }
 
 /// Design rule 8: a byte flipped in a slot shows, and a store that becomes unreadable once all is resident does not.
-pub fn slots_hold_copies(device: &Device, make: Make<'_>) {
+pub(crate) fn slots_hold_copies(device: &Device, make: Make<'_>) {
     let experts = Experts::random(ExpertSpec::swiglu(32, 32), ExpertFormat::INT8, 1, 4, 2);
     let cache = cache(&experts, device, make, CacheOptions::default());
     let calls = calls(&experts, device, DType::F32, 20, 4, 9);
@@ -318,7 +336,7 @@ pub fn slots_hold_copies(device: &Device, make: Make<'_>) {
     assert!(matches!(cache.check(), Err(Error::SlotDiffers { .. })));
 }
 
-pub fn a_failing_source_names_the_expert(device: &Device, make: Make<'_>) {
+pub(crate) fn a_failing_source_names_the_expert(device: &Device, make: Make<'_>) {
     let experts = Experts::random(ExpertSpec::swiglu(32, 32), ExpertFormat::Bf16, 1, 4, 2);
     let options = CacheOptions { capacity: Capacity::Slots(2), ..CacheOptions::default() };
     let cache = cache(&experts, device, make, options);
@@ -339,7 +357,7 @@ pub fn a_failing_source_names_the_expert(device: &Device, make: Make<'_>) {
     assert!(matches!(ask(0), Err(Error::Stopped { .. })), "nothing in the slots is trusted any more");
 }
 
-pub fn bad_arguments_leave_the_cache_usable(device: &Device, make: Make<'_>) {
+pub(crate) fn bad_arguments_leave_the_cache_usable(device: &Device, make: Make<'_>) {
     let experts = Experts::random(ExpertSpec::swiglu(32, 32), ExpertFormat::Bf16, 1, 4, 2);
     let cache = cache(&experts, device, make, CacheOptions::default());
     let call = &calls(&experts, device, DType::F32, 1, 1, 1)[0];
@@ -358,12 +376,16 @@ pub fn bad_arguments_leave_the_cache_usable(device: &Device, make: Make<'_>) {
     assert!(said(cache.layer(3).forward(&x, &ids, &w)).contains("layer 3 has 0 experts"));
     let nan = (w.clone() * f64::NAN).unwrap();
     assert!(matches!(layer.forward(&x, &ids, &nan), Err(Error::BadRoutingWeight { token: 0, .. })));
-    let none = layer.forward(&x.narrow(0, 0, 0).unwrap(), &ids.narrow(0, 0, 0).unwrap(), &w.narrow(0, 0, 0).unwrap());
+    let none = layer.forward(
+        &x.narrow(0, 0, 0).unwrap(),
+        &ids.narrow(0, 0, 0).unwrap(),
+        &w.narrow(0, 0, 0).unwrap(),
+    );
     assert_eq!(none.unwrap().dims(), [0, 32]);
     assert_eq!(run(&cache, call), good);
 }
 
-pub fn callers_take_turns(device: &Device, make: Make<'_>) {
+pub(crate) fn callers_take_turns(device: &Device, make: Make<'_>) {
     let experts = Experts::random(ExpertSpec::swiglu(64, 48), ExpertFormat::INT4, 3, 8, 11);
     let calls = calls(&experts, device, DType::F32, 30, 3, 5);
     let resident = cache(&experts, device, make, CacheOptions::default());
