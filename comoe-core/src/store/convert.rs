@@ -56,23 +56,21 @@ impl ExpertStore {
     ///
     /// # Errors
     /// [`Error::Io`] when the cache folder cannot be written; [`Error::BadTensor`] for a weight that the format cannot
-    /// hold (NaN, infinite), [`Error::FillFailed`] for the same in a record.
+    /// hold (NaN, infinite), [`Error::FillFailed`] for the same in a record; [`Error::BadArgument`] for a cache folder with
+    /// a store [`Self::from_source`], whose records have no key.
     pub fn into_format_with(self, format: ExpertFormat, options: &ConvertOptions<'_>) -> Result<Self> {
         if format == self.format {
             return Ok(self);
         }
         let recipe = format!("{PACKING} {format} {:?}", self.specs);
-        let key = self.key().with(recipe.as_bytes());
+        let key = self.key().map(|key| key.with(recipe.as_bytes()));
+        let layers = self.directory().layers().iter().zip(self.specs());
         let info = PackedInfo {
             format,
-            layers: self
-                .directory()
-                .layers()
-                .iter()
-                .zip(self.specs())
-                .map(|(entry, spec)| PackedLayer { layer: entry.layer, experts: entry.experts, spec: *spec })
+            layers: layers
+                .map(|(l, spec)| PackedLayer { layer: l.layer, experts: l.experts, spec: *spec })
                 .collect(),
-            source: key.to_string(),
+            source: key.map(|key| key.to_string()).unwrap_or_default(),
         };
         let layouts = info.layouts();
         let converter = Converter { store: &self, layouts: &layouts, directory: info.directory()?, options };
@@ -80,7 +78,13 @@ impl ExpertStore {
             None => {
                 let source = Arc::new(converter.to_memory()?);
                 let note = format!("{format} records are kept in memory and are made again at every start");
-                (Origin::Memory(source, key), note)
+                (Origin::Source(source, key), note)
+            }
+            Some(_) if key.is_none() => {
+                return Err(Error::BadArgument {
+                    what: "cache_dir",
+                    reason: "records of a source have no key to find them by; convert them in memory".into(),
+                });
             }
             Some(folder) => {
                 std::fs::create_dir_all(folder).map_err(|e| Error::io(folder, e))?;
@@ -164,7 +168,7 @@ impl Converter<'_> {
         let ordinal = self.directory.ordinal_of(record);
         match &self.store.origin {
             Origin::Checkpoint(source) => source.pack(record, &self.layouts[ordinal], out),
-            Origin::Packed(_) | Origin::Memory(..) => {
+            Origin::Packed(_) | Origin::Source(..) => {
                 let from = self.store.layout(ordinal);
                 scratch.resize(from.record_bytes, 0);
                 self.store.source_ref().read(record, scratch)?;
@@ -358,6 +362,28 @@ mod tests {
             assert_eq!(to, expected);
         }
         assert_eq!(records(&direct).len(), records(&twice).len());
+    }
+
+    #[test]
+    fn records_of_any_source_are_converted_in_memory() {
+        let model = TinyMoe { hidden: 40, ..TinyMoe::new(Style::Qwen) };
+        let made = model.shards().write_indexed();
+        let store = open(&made);
+        let source = || Arc::new(MemorySource::new(store.directory().clone(), boxed(&store)).unwrap());
+        let again = || ExpertStore::from_source(source(), store.specs().to_vec(), store.format()).unwrap();
+        let expected = all_records(&*open(&made).into_format(INT8).unwrap().source());
+        assert_eq!(all_records(&*again().into_format(INT8).unwrap().source()), expected);
+        let options = ConvertOptions { cache_dir: Some(made.path().to_owned()), progress: None };
+        let error = again().into_format_with(INT8, &options).unwrap_err().to_string();
+        assert!(error.contains("no key"), "{error}");
+        let few = ExpertStore::from_source(source(), store.specs()[..1].to_vec(), store.format());
+        assert!(few.unwrap_err().to_string().contains("has 2 layers, 1 specs"));
+        let other = ExpertStore::from_source(source(), store.specs().to_vec(), INT4).unwrap_err().to_string();
+        assert!(other.contains("layer 1 has records of 1536 bytes"), "{other}");
+    }
+
+    fn boxed(store: &ExpertStore) -> Vec<Box<[u8]>> {
+        all_records(&*store.source()).into_iter().map(Vec::into_boxed_slice).collect()
     }
 
     #[test]

@@ -6,12 +6,11 @@ use std::sync::Arc;
 use super::checkpoint::Checkpoint;
 use super::fingerprint::Fingerprint;
 use super::gather::{CheckpointSource, FloatType};
-use super::memory::MemorySource;
 use super::naming::Naming;
 use super::packed::PackedFile;
 use super::survey::survey;
 use super::{Directory, RecordSource};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::expert::{Activation, ExpertLayout, ExpertSpec, WeightOn};
 use crate::format::ExpertFormat;
 
@@ -37,8 +36,8 @@ pub(super) enum Origin {
     Checkpoint(Arc<CheckpointSource>),
     /// Records of a packed file.
     Packed(Arc<PackedFile>),
-    /// Converted records in memory, and the key of what they were made from.
-    Memory(Arc<MemorySource>, Fingerprint),
+    /// Other records, and the key of what they were made from where there is one.
+    Source(Arc<dyn RecordSource>, Option<Fingerprint>),
 }
 
 impl ExpertStore {
@@ -58,8 +57,8 @@ impl ExpertStore {
     /// with the routing weight on the output until [`Self::with_activation`] or [`Self::with_weight_on`] says otherwise.
     ///
     /// # Errors
-    /// [`Error::NoExperts`](crate::Error::NoExperts); [`Error::UnknownExpertTensor`](crate::Error::UnknownExpertTensor);
-    /// [`Error::BadTensor`](crate::Error::BadTensor) for an expert that is incomplete or differs from the others in shape or
+    /// [`Error::NoExperts`]; [`Error::UnknownExpertTensor`];
+    /// [`Error::BadTensor`] for an expert that is incomplete or differs from the others in shape or
     /// type.
     pub fn from_checkpoint(checkpoint: Arc<Checkpoint>, naming: &Naming) -> Result<Self> {
         let found = survey(&checkpoint, naming)?;
@@ -100,6 +99,41 @@ impl ExpertStore {
             notes: Vec::new(),
             origin: Origin::Packed(Arc::new(packed)),
         }
+    }
+
+    /// A store of the records of any source, one spec for each of its layers, all in `format`.
+    ///
+    /// # Errors
+    /// [`Error::BadArgument`] when there is not one spec for each layer, or a layer's records have another size than
+    /// experts of its spec have in `format`.
+    pub fn from_source(
+        source: Arc<dyn RecordSource>,
+        specs: Vec<ExpertSpec>,
+        format: ExpertFormat,
+    ) -> Result<Self> {
+        let layers = source.directory().layers();
+        let bad = |reason| Err(Error::BadArgument { what: "specs", reason });
+        if layers.len() != specs.len() {
+            return bad(format!("the source has {} layers, {} specs were given", layers.len(), specs.len()));
+        }
+        let layouts: Vec<_> = specs.iter().map(|s| ExpertLayout::new(s, format)).collect();
+        for (entry, layout) in layers.iter().zip(&layouts) {
+            if entry.record_bytes != layout.record_bytes {
+                return bad(format!(
+                    "layer {} has records of {} bytes, its experts take {} in {format}",
+                    entry.layer, entry.record_bytes, layout.record_bytes
+                ));
+            }
+        }
+        Ok(Self {
+            what: "records of a source".into(),
+            origin: Origin::Source(source, None),
+            specs,
+            layouts,
+            format,
+            source_format: format,
+            notes: Vec::new(),
+        })
     }
 
     /// Declares the gate's non-linearity, of every layer.
@@ -157,7 +191,7 @@ impl ExpertStore {
         match &self.origin {
             Origin::Checkpoint(source) => source.clone(),
             Origin::Packed(source) => source.clone(),
-            Origin::Memory(source, _) => source.clone(),
+            Origin::Source(source, _) => source.clone(),
         }
     }
 
@@ -165,16 +199,17 @@ impl ExpertStore {
         match &self.origin {
             Origin::Checkpoint(source) => &**source,
             Origin::Packed(source) => &**source,
-            Origin::Memory(source, _) => &**source,
+            Origin::Source(source, _) => &**source,
         }
     }
 
-    /// Identifies what the records are made from, and how. Touches the data of every shard.
-    pub(super) fn key(&self) -> Fingerprint {
+    /// Identifies what the records are made from, and how; `None` for sources of others. Touches the data of every
+    /// shard.
+    pub(super) fn key(&self) -> Option<Fingerprint> {
         match &self.origin {
-            Origin::Checkpoint(source) => source.key(),
-            Origin::Packed(file) => Fingerprint::of(std::slice::from_ref(file.shard())),
-            Origin::Memory(_, key) => *key,
+            Origin::Checkpoint(source) => Some(source.key()),
+            Origin::Packed(file) => Some(Fingerprint::of(std::slice::from_ref(file.shard()))),
+            Origin::Source(_, key) => *key,
         }
     }
 
