@@ -8,9 +8,9 @@
 use std::collections::{HashMap, VecDeque};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use candle_core::{Device, Tensor};
+use candle_core::Tensor;
 
-use super::cpu::CpuCompute;
+use super::cpu::Step;
 use super::{Backend, BackendInfo, Fill, Queue, SlotId, Ticket, TransferTime, Work, WorkItem};
 use crate::error::{Error, Result};
 use crate::store::{RecordIndex, RecordSource};
@@ -82,7 +82,7 @@ pub struct SimBackend {
     clocks: [Clock; 3],
     ticket_clocks: HashMap<(usize, u64), Clock>,
     slots: Vec<SlotAccess>,
-    compute: CpuCompute,
+    step: Step,
     failure: Option<Error>,
 }
 
@@ -103,7 +103,7 @@ impl SimBackend {
             clocks: [[0; 3]; 3],
             ticket_clocks: HashMap::new(),
             slots: Vec::new(),
-            compute: CpuCompute::new(),
+            step: Step::default(),
             failure: None,
         }
     }
@@ -194,7 +194,11 @@ impl SimBackend {
                 let bytes = self.source.directory().record_bytes(record);
                 self.source.read(record, &mut self.slab[slot.0 as usize * self.slot_bytes..][..bytes])
             }
-            Op::Run(items) => self.compute.run(&self.slab, self.slot_bytes, &items),
+            Op::Run(items) => {
+                let (slab, slot_bytes) = (&self.slab, self.slot_bytes);
+                let open = |item: &WorkItem| Ok(&slab[item.slot.0 as usize * slot_bytes..][..slot_bytes]);
+                self.step.run(self.source.directory(), &items, open)
+            }
         }
     }
 
@@ -263,7 +267,7 @@ impl Backend for SimBackend {
     }
 
     fn begin(&mut self, work: Work<'_>) -> Result<()> {
-        self.compute.begin(&work)
+        self.step.begin(work)
     }
 
     fn run(&mut self, items: &[WorkItem]) -> Result<()> {
@@ -285,7 +289,7 @@ impl Backend for SimBackend {
     fn finish(&mut self) -> Result<Tensor> {
         let all = Ticket { queue: Queue::Compute, seq: self.enqueued[0] };
         self.run_until(all)?;
-        self.compute.finish(&Device::Cpu)
+        self.step.finish()
     }
 
     fn synchronize(&mut self) -> Result<()> {
