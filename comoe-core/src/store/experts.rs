@@ -54,7 +54,8 @@ impl ExpertStore {
     }
 
     /// Finds the experts of an opened checkpoint. Sizes come from the tensors' shapes; experts are taken as SwiGLU
-    /// with the routing weight on the output until [`Self::with_activation`] or [`Self::with_weight_on`] says otherwise.
+    /// with the routing weight on the output until [`Self::with_activation`] or [`Self::with_weight_on`] says
+    /// otherwise.
     ///
     /// # Errors
     /// [`Error::NoExperts`](crate::Error::NoExperts); [`Error::UnknownExpertTensor`](crate::Error::UnknownExpertTensor);
@@ -105,8 +106,8 @@ impl ExpertStore {
     /// `i`-th layer laid out for `specs[i]` as [`ExpertLayout::new`] does.
     ///
     /// # Errors
-    /// [`Error::BadArgument`](crate::Error::BadArgument) when there is not one spec per layer, or when a layer's records
-    /// have another size than its spec's.
+    /// [`Error::BadArgument`](crate::Error::BadArgument) when there is not one spec per layer, or when a layer's
+    /// records have another size than its spec's.
     pub fn from_source(
         source: Arc<dyn RecordSource>,
         specs: Vec<ExpertSpec>,
