@@ -109,6 +109,21 @@ pub enum Error {
         value: f32,
     },
 
+    /// A weight that the format cannot hold. The caller knows which expert it was packing and says so.
+    #[error("{part} weight [{row}, {col}] is {value}: {reason}")]
+    BadWeight {
+        /// `gate`, `up` or `down`, or their biases.
+        part: &'static str,
+        /// Output feature.
+        row: usize,
+        /// Input feature.
+        col: usize,
+        /// The weight.
+        value: f32,
+        /// Why it cannot be held and what to do.
+        reason: &'static str,
+    },
+
     /// A record could not be brought into its slot.
     #[error("filling {id} failed: {reason}")]
     FillFailed {

@@ -4,6 +4,7 @@ pub mod backend;
 pub mod error;
 pub mod expert;
 pub mod format;
+mod simd;
 pub mod store;
 
 pub use error::{Error, Result};

@@ -1,7 +1,16 @@
-//! What do a record's bytes mean? One file per format: pack, unpack, dot products and the error bound.
+//! What do a record's bytes mean? One file per format: pack, unpack and the error bound; [`record`] puts whole
+//! experts together.
 //!
 //! Quantised weights are symmetric, `w = scale * q`, in groups along the input dimension with f16 scales;
-//! `ceil(cols / group)` groups a row, so a ragged tail is allowed.
+//! `ceil(cols / group)` groups a row, so a ragged tail is allowed. `scale * q` is exact in F32 (at most 18
+//! significant bits), so dequantising adds no rounding of its own. A scale may be negative (GGUF's Q4_0 has such),
+//! is never infinite or NaN, and is 0 for a group that is all zero.
+
+mod bf16;
+mod int4;
+mod int8;
+pub mod record;
+mod scale;
 
 use std::fmt;
 use std::str::FromStr;
@@ -57,10 +66,58 @@ impl ExpertFormat {
         }
     }
 
+    /// Encodes one row of `values` into its weights and its scales, whose lengths are [`Self::row_bytes`] and
+    /// [`Self::scale_row_bytes`] and which are zero on entry.
+    pub(crate) fn pack_row(
+        self,
+        values: &[f32],
+        weights: &mut [u8],
+        scales: &mut [u8],
+    ) -> std::result::Result<(), BadValue> {
+        match self {
+            Self::Bf16 => bf16::pack_row(values, weights),
+            Self::Int8 { group } => int8::pack_row(values, group, weights, scales),
+            Self::Int4 { group } => int4::pack_row(values, group, weights, scales),
+        }
+    }
+
+    /// Decodes one row, the inverse of [`Self::pack_row`]; `out` is as long as the row has columns.
+    pub(crate) fn unpack_row(self, weights: &[u8], scales: &[u8], out: &mut [f32]) {
+        match self {
+            Self::Bf16 => bf16::unpack_row(weights, out),
+            Self::Int8 { group } => int8::unpack_row(weights, scales, group, out),
+            Self::Int4 { group } => int4::unpack_row(weights, scales, group, out),
+        }
+    }
+
     #[cfg(test)]
     pub(crate) fn all_for_tests() -> impl Iterator<Item = Self> {
         std::iter::once(Self::Bf16)
             .chain([32, 64, 128].into_iter().flat_map(|group| [Self::Int8 { group }, Self::Int4 { group }]))
+    }
+}
+
+/// A value of a row that a format cannot hold.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(crate) struct BadValue {
+    pub(crate) col: usize,
+    pub(crate) value: f32,
+    pub(crate) reason: &'static str,
+}
+
+impl BadValue {
+    const NOT_FINITE: &'static str = "the checkpoint is damaged; fetch it again";
+    const TOO_LARGE: &'static str = "too large for this format; use --format bf16";
+
+    /// The first value of `values` that is NaN or infinite.
+    fn first_not_finite(values: &[f32]) -> Option<Self> {
+        // Summing exponents-all-ones flags without a branch vectorises; the search runs only when there is one.
+        let bad = |v: f32| v.to_bits() & 0x7f80_0000 == 0x7f80_0000;
+        if !values.iter().fold(false, |any, &v| any | bad(v)) {
+            return None;
+        }
+        let col = values.iter().position(|&v| bad(v))?;
+        Some(Self { col, value: values[col], reason: Self::NOT_FINITE })
     }
 }
 
