@@ -89,3 +89,7 @@ __device__ __forceinline__ float activate(const Activation act, float g, float u
         default: return g / (1.f + expf(-g)) * u;
     }
 }
+
+// As src/backend/cuda/kernels.rs counts them.
+static_assert(sizeof(Item) == 24 && sizeof(Matrix) == 32 && sizeof(Record) == 144, "mirrored structs");
+static_assert(sizeof(Input) == 24 && sizeof(Activation) == 12, "mirrored structs");
