@@ -53,6 +53,8 @@
 pub mod arch;
 pub mod blocks;
 pub mod chat;
+#[cfg(feature = "cuda")]
+pub mod cuda;
 mod decoder;
 pub mod error;
 pub mod generate;
