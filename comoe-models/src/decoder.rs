@@ -41,6 +41,7 @@ pub struct Decoder {
     context: usize,
     dtype: DType,
     device: Device,
+    notes: Vec<String>,
 }
 
 struct Layer {
@@ -116,7 +117,19 @@ impl Decoder {
             Linear::new(&weights.tensor(plan.names.head, &[plan.vocab, hidden])?, None)?
         };
         let device = device.clone();
-        Ok(Self { embedding, layers, norm: final_norm, head, ropes, experts, context, dtype, device, plan })
+        let notes = experts.notes().to_vec();
+        let norm = final_norm;
+        Ok(Self { plan, embedding, layers, norm, head, ropes, experts, context, dtype, device, notes })
+    }
+
+    pub(crate) fn with_notes(mut self, notes: Vec<String>) -> Self {
+        self.notes = notes;
+        self
+    }
+
+    /// Where what is in force differs from what was asked, and why: of the experts' store and of their cache.
+    pub fn notes(&self) -> &[String] {
+        &self.notes
     }
 
     /// What the model is made of.

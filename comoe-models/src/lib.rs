@@ -53,6 +53,8 @@
 pub mod arch;
 pub mod blocks;
 pub mod chat;
+#[cfg(feature = "cuda")]
+pub mod cuda;
 mod decoder;
 pub mod error;
 pub mod generate;
@@ -68,6 +70,6 @@ pub use chat::{Conversation, Message, Reply, Role};
 pub use decoder::{Decoder, Rows};
 pub use error::{Error, Result};
 pub use generate::{Event, Finish, GenerateOptions, Generation, Session, Timings};
-pub use load::Progress;
-pub use model::{DEFAULT_CONTEXT, LoadOptions, Model};
+pub use load::{DEFAULT_CONTEXT, LoadOptions, Progress};
+pub use model::Model;
 pub use sampler::{Sampler, SamplerOptions};

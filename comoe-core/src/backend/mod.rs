@@ -5,6 +5,8 @@
 //! after its fill, refilled after its last reader); a backend just obeys.
 
 pub mod cpu;
+#[cfg(feature = "cuda")]
+pub mod cuda;
 pub mod sim;
 
 use std::time::Duration;

@@ -6,7 +6,6 @@ use std::sync::Arc;
 use super::checkpoint::Checkpoint;
 use super::fingerprint::Fingerprint;
 use super::gather::{CheckpointSource, FloatType};
-use super::memory::MemorySource;
 use super::naming::Naming;
 use super::packed::PackedFile;
 use super::survey::survey;
@@ -37,8 +36,8 @@ pub(super) enum Origin {
     Checkpoint(Arc<CheckpointSource>),
     /// Records of a packed file.
     Packed(Arc<PackedFile>),
-    /// Converted records in memory, and the key of what they were made from.
-    Memory(Arc<MemorySource>, Fingerprint),
+    /// Records of another source, and the key of what they were made from, where it is known.
+    Records(Arc<dyn RecordSource>, Option<Fingerprint>),
 }
 
 impl ExpertStore {
@@ -55,7 +54,8 @@ impl ExpertStore {
     }
 
     /// Finds the experts of an opened checkpoint. Sizes come from the tensors' shapes; experts are taken as SwiGLU
-    /// with the routing weight on the output until [`Self::with_activation`] or [`Self::with_weight_on`] says otherwise.
+    /// with the routing weight on the output until [`Self::with_activation`] or [`Self::with_weight_on`] says
+    /// otherwise.
     ///
     /// # Errors
     /// [`Error::NoExperts`](crate::Error::NoExperts); [`Error::UnknownExpertTensor`](crate::Error::UnknownExpertTensor);
@@ -100,6 +100,37 @@ impl ExpertStore {
             notes: Vec::new(),
             origin: Origin::Packed(Arc::new(packed)),
         }
+    }
+
+    /// A store of records that the caller makes or keeps: `source`'s records are experts in `format`, those of its
+    /// `i`-th layer laid out for `specs[i]` as [`ExpertLayout::new`] does.
+    ///
+    /// # Errors
+    /// [`Error::BadArgument`](crate::Error::BadArgument) when there is not one spec per layer, or when a layer's
+    /// records have another size than its spec's.
+    pub fn from_source(
+        source: Arc<dyn RecordSource>,
+        specs: Vec<ExpertSpec>,
+        format: ExpertFormat,
+    ) -> Result<Self> {
+        let bad = |reason| Err(crate::Error::BadArgument { what: "specs", reason });
+        let entries = source.directory().layers();
+        if specs.len() != entries.len() {
+            return bad(format!("{} specs for {} layers", specs.len(), entries.len()));
+        }
+        let layouts: Vec<_> = specs.iter().map(|s| ExpertLayout::new(s, format)).collect();
+        for (entry, layout) in entries.iter().zip(&layouts) {
+            if entry.record_bytes != layout.record_bytes {
+                let (has, needs) = (entry.record_bytes, layout.record_bytes);
+                return bad(format!(
+                    "records of layer {} have {has} bytes, {format} needs {needs}",
+                    entry.layer
+                ));
+            }
+        }
+        let what = "records of the caller".to_owned();
+        let origin = Origin::Records(source, None);
+        Ok(Self { what, origin, specs, layouts, format, source_format: format, notes: Vec::new() })
     }
 
     /// Declares the gate's non-linearity, of every layer.
@@ -157,7 +188,7 @@ impl ExpertStore {
         match &self.origin {
             Origin::Checkpoint(source) => source.clone(),
             Origin::Packed(source) => source.clone(),
-            Origin::Memory(source, _) => source.clone(),
+            Origin::Records(source, _) => source.clone(),
         }
     }
 
@@ -165,16 +196,16 @@ impl ExpertStore {
         match &self.origin {
             Origin::Checkpoint(source) => &**source,
             Origin::Packed(source) => &**source,
-            Origin::Memory(source, _) => &**source,
+            Origin::Records(source, _) => &**source,
         }
     }
 
     /// Identifies what the records are made from, and how. Touches the data of every shard.
-    pub(super) fn key(&self) -> Fingerprint {
+    pub(super) fn key(&self) -> Option<Fingerprint> {
         match &self.origin {
-            Origin::Checkpoint(source) => source.key(),
-            Origin::Packed(file) => Fingerprint::of(std::slice::from_ref(file.shard())),
-            Origin::Memory(_, key) => *key,
+            Origin::Checkpoint(source) => Some(source.key()),
+            Origin::Packed(file) => Some(Fingerprint::of(std::slice::from_ref(file.shard()))),
+            Origin::Records(_, key) => *key,
         }
     }
 

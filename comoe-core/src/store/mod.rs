@@ -23,7 +23,7 @@ pub use checkpoint::{Checkpoint, TensorView};
 pub use convert::ConvertOptions;
 pub use directory::{Directory, LayerEntry, RecordIndex};
 pub use experts::ExpertStore;
-pub use memory::{MemorySource, RowSource};
+pub use memory::MemorySource;
 pub use naming::{ExpertTensor, Matrix, Naming, StackedLayout, TensorRole};
 pub use packed::{PackedFile, PackedInfo, PackedLayer};
 pub use packed_writer::PackedWriter;

@@ -33,6 +33,19 @@ impl ConfigFile {
         Self::parse(path, &text)
     }
 
+    /// Reads `config.json` of a model folder.
+    ///
+    /// # Errors
+    /// As [`Self::read`]; says so when the folder itself is not there.
+    pub fn of_model(folder: &Path) -> Result<Self> {
+        if !folder.is_dir() {
+            let reason = "no such folder; give the folder of a model, with config.json, tokenizer.json and \
+                          .safetensors files";
+            return Err(Error::bad_file(folder, reason));
+        }
+        Self::read(&folder.join("config.json"))
+    }
+
     /// Parses text; `path` is for messages only.
     ///
     /// # Errors

@@ -2,9 +2,12 @@
 
 mod config;
 mod dense;
+mod open;
 
 pub use config::ConfigFile;
 pub use dense::DenseWeights;
+pub(crate) use open::open_decoder;
+pub use open::{DEFAULT_CONTEXT, LoadOptions};
 
 /// How far loading has come. Reports of conversions come from several threads, in any order.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -1,0 +1,5 @@
+// One translation unit, so that build.rs makes one fatbin.
+#include "combine.cu"
+#include "dequant.cu"
+#include "gemm.cu"
+#include "gemv.cu"

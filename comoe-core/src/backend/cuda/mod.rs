@@ -1,0 +1,3 @@
+//! CUDA: the kernels and what launches them.
+
+pub mod kernels;
