@@ -111,7 +111,7 @@ impl Loaded {
             };
             say!("experts: {}, {room}", self.format());
         }
-        for note in self.model.notes() {
+        for note in self.model.decoder().notes() {
             say!("note: {note}");
         }
     }
@@ -128,38 +128,45 @@ fn name_of(folder: &Path) -> String {
     full.file_name().map_or_else(|| full.display().to_string(), |n| n.to_string_lossy().into_owned())
 }
 
+/// A load that is done before this needs no bar: it would only flicker.
+const PATIENCE: Duration = Duration::from_millis(300);
+
 /// Progress of loading, drawn where a person watches.
-struct Bar(ProgressBar);
+struct Bar {
+    bar: ProgressBar,
+    started: Instant,
+}
 
 impl Bar {
     fn new() -> Self {
-        if !watched() {
-            return Self(ProgressBar::hidden());
-        }
-        Self(ProgressBar::with_draw_target(None, ProgressDrawTarget::stderr()))
+        let target = if watched() { ProgressDrawTarget::stderr() } else { ProgressDrawTarget::hidden() };
+        Self { bar: ProgressBar::with_draw_target(None, target), started: Instant::now() }
     }
 
     fn show(&self, progress: Progress) {
+        if self.started.elapsed() < PATIENCE {
+            return;
+        }
         match progress {
             Progress::Convert { done, total } => {
-                self.0.set_style(style("converting {wide_bar} {pos} of {len} experts {eta:>4}"));
-                self.0.set_length(total as u64);
+                self.bar.set_style(style("converting {wide_bar} {pos} of {len} experts {eta:>4}"));
+                self.bar.set_length(total as u64);
                 // Reports come from several threads, in any order.
-                self.0.set_position(self.0.position().max(done as u64));
+                self.bar.set_position(self.bar.position().max(done as u64));
             }
             Progress::Dense { done, total } => {
-                if done == 0 || self.0.length() != Some(total) {
-                    self.0.set_style(style("loading {wide_bar} {bytes} of {total_bytes} {eta:>4}"));
-                    self.0.set_length(total);
+                if self.bar.length() != Some(total) {
+                    self.bar.set_style(style("loading {wide_bar} {bytes} of {total_bytes} {eta:>4}"));
+                    self.bar.set_length(total);
                 }
-                self.0.set_position(done);
+                self.bar.set_position(done);
             }
             _ => {}
         }
     }
 
     fn clear(&self) {
-        self.0.finish_and_clear();
+        self.bar.finish_and_clear();
         let _ = std::io::stderr().flush();
     }
 }

@@ -3,6 +3,7 @@
 mod bad_input;
 mod chat;
 mod checkpoint;
+mod comoe_tiny;
 mod generate;
 #[cfg(target_os = "linux")]
 mod memory;
