@@ -116,7 +116,7 @@ impl Turns {
 /// Line editing with a history that outlives the program.
 struct Prompt {
     editor: Editor<(), FileHistory>,
-    history: PathBuf,
+    history: Option<PathBuf>,
 }
 
 impl Prompt {
@@ -124,9 +124,11 @@ impl Prompt {
         // The terminal itself, so that a redirected standard output gets answers only.
         let config = Config::builder().auto_add_history(true).behavior(Behavior::PreferTerm).build();
         let mut editor = Editor::with_config(config)?;
-        let history = CacheFolder::open().path().join("history");
+        let history = CacheFolder::open().path.map(|folder| folder.join("history"));
         // There is none at first, and one that cannot be read is no reason not to talk.
-        if let Err(e) = editor.load_history(&history) {
+        if let Some(history) = &history
+            && let Err(e) = editor.load_history(history)
+        {
             tracing::debug!("history {}: {e}", history.display());
         }
         Ok(Self { editor, history })
@@ -156,8 +158,10 @@ impl Prompt {
 
 impl Drop for Prompt {
     fn drop(&mut self) {
-        if let Err(e) = self.editor.append_history(&self.history) {
-            tracing::warn!("history {}: {e}", self.history.display());
+        if let Some(history) = &self.history
+            && let Err(e) = self.editor.append_history(history)
+        {
+            tracing::warn!("history {}: {e}", history.display());
         }
     }
 }

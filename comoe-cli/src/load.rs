@@ -40,7 +40,7 @@ pub(crate) fn load(folder: PathBuf, args: &ModelArgs, quiet: bool) -> Result<Loa
             if let Some(note) = &cache.note {
                 say!("note: {note}");
             }
-            Some(cache.path().to_owned())
+            cache.path
         }
     };
     let options = LoadOptions {
@@ -118,7 +118,7 @@ impl Loaded {
 
     /// The experts' format in force.
     pub(crate) fn format(&self) -> String {
-        self.options.format.map_or_else(|| "source".to_owned(), |f| f.to_string())
+        self.model.experts().format().to_string()
     }
 }
 

@@ -3,23 +3,22 @@
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 
+use crate::sys;
+
 /// Where converted experts and the chat history are kept.
 #[derive(Debug)]
 pub(crate) struct CacheFolder {
-    path: PathBuf,
+    /// `None`: nowhere.
+    pub(crate) path: Option<PathBuf>,
     /// What to tell the user, when it is not where it should be.
     pub(crate) note: Option<String>,
 }
 
 impl CacheFolder {
     /// `$COMOE_CACHE`, else `$XDG_CACHE_HOME/comoe`, else `~/.cache/comoe`, made if needed. When it cannot be written,
-    /// a folder for temporary files, and a note that says so.
+    /// a folder among the temporary files that nobody else can write, and a note that says so.
     pub(crate) fn open() -> Self {
         Self::choose(|name| std::env::var_os(name), &std::env::temp_dir())
-    }
-
-    pub(crate) fn path(&self) -> &Path {
-        &self.path
     }
 
     fn choose(variable: impl Fn(&str) -> Option<OsString>, temporary: &Path) -> Self {
@@ -29,19 +28,30 @@ impl CacheFolder {
         let wanted = get("COMOE_CACHE")
             .or_else(|| xdg.map(|p| p.join("comoe")))
             .or_else(|| get("HOME").map(|p| p.join(".cache").join("comoe")));
-        let why = match &wanted {
+        let why = match wanted {
             None => "neither COMOE_CACHE nor XDG_CACHE_HOME nor HOME is set".to_owned(),
-            Some(path) => match writable(path) {
-                Ok(()) => return Self { path: path.clone(), note: None },
+            Some(path) => match writable(&path) {
+                Ok(()) => return Self { path: Some(path), note: None },
                 Err(e) => format!("{} cannot be written ({e})", path.display()),
             },
         };
-        let path = temporary.join("comoe");
-        let note = format!(
-            "{why}: converted experts go to {}, which may not last; set COMOE_CACHE to a folder of yours",
-            path.display()
-        );
-        Self { path, note: Some(note) }
+        let path = temporary.join(format!("comoe-{}", sys::user()));
+        match sys::private_folder(&path).and_then(|()| writable(&path)) {
+            Ok(()) => {
+                let note = format!(
+                    "{why}: converted experts go to {}, which may not last; set COMOE_CACHE to a folder of yours",
+                    path.display()
+                );
+                Self { path: Some(path), note: Some(note) }
+            }
+            Err(e) => {
+                let note = format!(
+                    "{why}, nor can {} ({e}): converted experts stay in memory; set COMOE_CACHE to a folder of yours",
+                    path.display()
+                );
+                Self { path: None, note: Some(note) }
+            }
+        }
     }
 }
 
@@ -69,12 +79,12 @@ mod tests {
         let all = [("COMOE_CACHE", &*own), ("XDG_CACHE_HOME", &*xdg), ("HOME", &*home)];
         for (from, expected) in [(0, own.clone()), (1, xdg.join("comoe")), (2, home.join(".cache/comoe"))] {
             let chosen = choose(&all[from..], root.path());
-            assert_eq!((chosen.path(), chosen.note.as_deref()), (&*expected, None));
+            assert_eq!((chosen.path.as_deref(), chosen.note.as_deref()), (Some(&*expected), None));
             assert!(expected.is_dir());
             assert_eq!(std::fs::read_dir(expected).unwrap().count(), 0, "the probe is gone");
         }
         let relative = [("XDG_CACHE_HOME", Path::new("relative")), ("HOME", &*home)];
-        assert_eq!(choose(&relative, root.path()).path(), home.join(".cache/comoe"));
+        assert_eq!(choose(&relative, root.path()).path, Some(home.join(".cache/comoe")));
     }
 
     #[test]
@@ -82,10 +92,21 @@ mod tests {
         let root = tempfile::tempdir().unwrap();
         let file = root.path().join("file");
         std::fs::write(&file, "").unwrap();
-        let chosen = choose(&[("COMOE_CACHE", &file.join("below"))], root.path());
-        assert_eq!(chosen.path(), root.path().join("comoe"));
+        let broken = [("COMOE_CACHE", &*file.join("below"))];
+        let chosen = choose(&broken, root.path());
+        let temporary = chosen.path.unwrap();
+        assert!(temporary.starts_with(root.path()) && temporary.is_dir(), "{}", temporary.display());
         let note = chosen.note.unwrap();
         assert!(note.contains("file/below") && note.contains("COMOE_CACHE"), "{note}");
+        // Found again, unless somebody else may have put things into it.
+        assert_eq!(choose(&[], root.path()).path.as_ref(), Some(&temporary));
         assert!(choose(&[], root.path()).note.unwrap().contains("HOME"));
+        #[cfg(unix)]
+        {
+            use std::os::unix::fs::PermissionsExt;
+            std::fs::set_permissions(&temporary, std::fs::Permissions::from_mode(0o777)).unwrap();
+            let chosen = choose(&broken, root.path());
+            assert!(chosen.path.is_none() && chosen.note.unwrap().contains("in memory"));
+        }
     }
 }

@@ -89,6 +89,43 @@ impl Drop for MemoryWatch {
     }
 }
 
+/// A number that tells this user from others.
+#[cfg(unix)]
+pub(crate) fn user() -> u32 {
+    // SAFETY: takes nothing, cannot fail.
+    unsafe { libc::geteuid() }
+}
+
+/// Makes a folder that only this user can write, or sees that it is one: others could put things into it otherwise,
+/// in a place where everybody can make folders.
+#[cfg(unix)]
+pub(crate) fn private_folder(path: &std::path::Path) -> std::io::Result<()> {
+    use std::os::unix::fs::{DirBuilderExt, MetadataExt};
+
+    match std::fs::DirBuilder::new().mode(0o700).create(path) {
+        Err(e) if e.kind() != std::io::ErrorKind::AlreadyExists => return Err(e),
+        _ => {}
+    }
+    // Of the path itself: a link may lead anywhere.
+    let found = std::fs::symlink_metadata(path)?;
+    if found.is_dir() && found.uid() == user() && found.mode() & 0o022 == 0 {
+        Ok(())
+    } else {
+        Err(std::io::Error::other("others can write it"))
+    }
+}
+
+/// Elsewhere temporary files are the user's own.
+#[cfg(not(unix))]
+pub(crate) fn user() -> u32 {
+    0
+}
+
+#[cfg(not(unix))]
+pub(crate) fn private_folder(path: &std::path::Path) -> std::io::Result<()> {
+    std::fs::create_dir_all(path)
+}
+
 /// Ctrl-C: a plain `sigaction`, since all that is needed is one flag, and no thread should wait for it.
 #[cfg(unix)]
 mod interrupt {

@@ -7,6 +7,7 @@ use candle_core::{DType, Device, Tensor};
 use crate::backend::{Backend, BackendInfo, Work, cpu::CpuBackend};
 use crate::error::{Error, Result};
 use crate::expert::{ExpertId, ExpertLayout, ExpertSpec};
+use crate::format::ExpertFormat;
 use crate::policy::PolicyKind;
 use crate::pool::{Pool, PoolShape};
 use crate::predict::{Correlation, Prefetch};
@@ -378,6 +379,12 @@ impl ExpertCache {
     /// The experts of the model's layer `layer`. A layer without experts is reported by the call that uses it.
     pub fn layer(&self, layer: usize) -> CacheLayer<'_> {
         CacheLayer { cache: self, layer }
+    }
+
+    /// The records' format: what the slots hold.
+    pub fn format(&self) -> ExpertFormat {
+        // A store has one format, and an empty one is refused when the cache is built.
+        self.layouts[0].format
     }
 
     shared_methods!();

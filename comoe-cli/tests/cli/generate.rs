@@ -38,7 +38,7 @@ fn the_json_object_has_every_field() {
     {
         assert!(object(&json).iter().any(|k| k == field), "{field}");
     }
-    assert_eq!(json["finish"], "length");
+    assert_eq!((&json["finish"], &json["format"]), (&"length".into(), &"bf16".into()));
     assert_eq!(json["tokens"].as_array().unwrap().len(), 40);
     let ids = json["tokens"].as_array().unwrap().iter().map(|t| t.as_u64().unwrap() as u8).collect();
     assert_eq!(json["text"], String::from_utf8(ids).unwrap(), "byte tokens are the text");
@@ -101,8 +101,9 @@ fn a_converted_model_is_found_again_and_answers_the_same() {
 
 #[test]
 fn a_cache_folder_that_cannot_be_written_is_said_aloud() {
+    let temporary = tempfile::tempdir().unwrap();
     let mut command = comoe();
-    command.env("COMOE_CACHE", "/dev/null/no").env("TMPDIR", tempfile::tempdir().unwrap().keep());
+    command.env("COMOE_CACHE", "/dev/null/no").env("TMPDIR", temporary.path());
     command.arg("generate").arg(model()).args(["-p", "hello", "--format", "int8", "--max-tokens=2", "-q"]);
     let run = Running::start(&mut command).finish();
     assert_eq!(run.answer().trim().len(), 2);
