@@ -121,9 +121,10 @@ pub enum Error {
         least: usize,
     },
 
-    /// The pool's bytes hold no record.
+    /// The pool's bytes hold fewer records than one layer's top-k.
     #[error(
-        "a pool of {asked} bytes holds no record of {record_bytes} bytes; give at least {least} bytes ({slots} slots)"
+        "a pool of {asked} bytes is too small: one layer's top-k needs {slots} experts of {record_bytes} bytes; give at \
+         least {least} bytes"
     )]
     PoolTooSmall {
         /// Bytes asked for.
