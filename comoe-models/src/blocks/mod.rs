@@ -1,0 +1,15 @@
+//! What layers are made of. A block takes and gives plain candle tensors, one sequence at a time: `[tokens, width]`.
+//!
+//! Each fused operation has two paths with the same result up to rounding: a loop over slices for F32 on the CPU,
+//! where decode would otherwise spend its time between many small candle operations, and candle operations for
+//! everything else. Tests compare the two.
+
+pub mod attention;
+mod cpu;
+pub mod ffn;
+pub mod kv_cache;
+pub mod linear;
+pub mod moe;
+pub mod norm;
+pub mod rope;
+pub mod router;

@@ -1,0 +1,14 @@
+//! Text in, text out: tokenizer, chat template, stop rules, conversation.
+
+mod conversation;
+mod detokenizer;
+mod json;
+mod stop;
+mod template;
+mod tokenizer;
+
+pub use conversation::{Conversation, Reply};
+pub use detokenizer::Detokenizer;
+pub use stop::StopStrings;
+pub use template::{ChatTemplate, Message, Role};
+pub use tokenizer::Tokenizer;

@@ -1,0 +1,253 @@
+//! The generation loop: one sequence, its KV cache, text as it comes.
+
+use std::ops::ControlFlow;
+use std::time::{Duration, Instant};
+
+use crate::blocks::kv_cache::KvCache;
+use crate::chat::{Detokenizer, StopStrings};
+use crate::decoder::Rows;
+use crate::error::{Error, Result};
+use crate::model::Model;
+use crate::sampler::{Sampler, SamplerOptions};
+
+/// How an answer is generated.
+#[derive(Debug, Clone, Default)]
+pub struct GenerateOptions {
+    /// Tokens to generate at most; `None` goes on until the model stops or the context is full.
+    pub max_tokens: Option<usize>,
+    /// How tokens are chosen.
+    pub sampler: SamplerOptions,
+    /// Texts that end the answer, besides the model's own stop tokens. They are not shown.
+    pub stop: Vec<String>,
+}
+
+/// What happens while an answer is generated. The listener can break off after each event.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Event<'a> {
+    /// A chunk of the prompt went through the model.
+    Prefill {
+        /// Prompt tokens done (those whose keys and values were kept from before count as done).
+        done: usize,
+        /// Prompt tokens in all.
+        total: usize,
+    },
+    /// A token was generated, and this text (often empty) became final. Also sent once at the end for text that was
+    /// held back.
+    Text(&'a str),
+}
+
+/// Why an answer ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Finish {
+    /// The model said a stop token, or a stop string was reached.
+    Stop,
+    /// As many tokens as asked for, or as the context holds.
+    Length,
+    /// The listener broke it off.
+    Cancelled,
+}
+
+/// How long the parts of an answer took.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Timings {
+    /// From the prompt to its logits.
+    pub prefill: Duration,
+    /// Everything after that.
+    pub decode: Duration,
+    /// Prompt tokens that went through the model (not those kept from before).
+    pub prefill_tokens: usize,
+    /// Steps of the decode phase: one token each. The first token of an answer comes from the prefill.
+    pub decode_steps: usize,
+}
+
+impl Timings {
+    /// Tokens per second of the decode phase; 0 before its first step.
+    pub fn decode_tokens_per_second(&self) -> f64 {
+        let seconds = self.decode.as_secs_f64();
+        if self.decode_steps == 0 || seconds == 0.0 { 0.0 } else { self.decode_steps as f64 / seconds }
+    }
+}
+
+/// An answer.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Generation {
+    /// Its text, without stop strings and special tokens.
+    pub text: String,
+    /// Its tokens, a stop token included.
+    pub tokens: Vec<u32>,
+    /// Tokens of the prompt.
+    pub prompt_tokens: usize,
+    /// Prompt tokens whose keys and values were kept from before.
+    pub reused_tokens: usize,
+    /// Why it ended.
+    pub finish: Finish,
+    /// How long it took.
+    pub timings: Timings,
+}
+
+/// One sequence on a model: its KV cache, and the tokens in it.
+pub struct Session<'m> {
+    model: &'m Model,
+    kv: KvCache,
+    tokens: Vec<u32>,
+}
+
+impl<'m> Session<'m> {
+    /// An empty sequence.
+    ///
+    /// # Errors
+    /// When there is no memory for the KV cache.
+    pub fn new(model: &'m Model) -> Result<Self> {
+        Ok(Self { model, kv: model.decoder().new_kv()?, tokens: Vec::new() })
+    }
+
+    /// The model.
+    pub fn model(&self) -> &'m Model {
+        self.model
+    }
+
+    /// Tokens whose keys and values are held.
+    pub fn tokens(&self) -> &[u32] {
+        &self.tokens
+    }
+
+    /// Forgets everything.
+    pub fn reset(&mut self) {
+        self.kv.truncate(0);
+        self.tokens.clear();
+    }
+
+    /// Answers `prompt`. Keys and values of the longest common prefix of it and of what went through before are kept.
+    ///
+    /// # Errors
+    /// [`Error::EmptyPrompt`], [`Error::PromptTooLong`], [`Error::GenerationTooLong`], [`Error::BadOption`], and
+    /// what the model reports. The session can go on afterwards.
+    pub fn generate(
+        &mut self,
+        prompt: &[u32],
+        options: &GenerateOptions,
+        listener: &mut dyn FnMut(Event<'_>) -> ControlFlow<()>,
+    ) -> Result<Generation> {
+        let most = self.most_tokens(prompt.len(), options.max_tokens)?;
+        let mut sampler = Sampler::new(options.sampler.clone())?;
+        let mut stops = StopStrings::new(&options.stop)?;
+        let mut detokenizer = Detokenizer::new();
+
+        let started = Instant::now();
+        let reused = self.keep_common_prefix(prompt);
+        let mut answer = Generation {
+            text: String::new(),
+            tokens: Vec::new(),
+            prompt_tokens: prompt.len(),
+            reused_tokens: reused,
+            finish: Finish::Cancelled,
+            timings: Timings { prefill_tokens: prompt.len() - reused, ..Timings::default() },
+        };
+        let logits = self.prefill(prompt, listener)?;
+        answer.timings.prefill = started.elapsed();
+        let Some(mut logits) = logits else { return Ok(answer) };
+
+        let started = Instant::now();
+        let mut history = prompt.to_vec();
+        let mut by_string = false;
+        answer.finish = loop {
+            let id = sampler.sample(&logits, &history)?;
+            answer.tokens.push(id);
+            history.push(id);
+            if self.model.is_stop(id) {
+                break Finish::Stop;
+            }
+            let shown;
+            (shown, by_string) = stops.push(&detokenizer.push(self.model.tokenizer(), id)?);
+            answer.text.push_str(&shown);
+            let flow = listener(Event::Text(&shown));
+            if by_string {
+                break Finish::Stop;
+            }
+            if flow.is_break() {
+                break Finish::Cancelled;
+            }
+            if answer.tokens.len() == most {
+                break Finish::Length;
+            }
+            logits = self.advance(&[id])?;
+            answer.timings.decode_steps += 1;
+        };
+        if !by_string {
+            let (mut rest, by_string) = stops.push(&detokenizer.flush(self.model.tokenizer())?);
+            if by_string {
+                answer.finish = Finish::Stop;
+            } else {
+                rest.push_str(&stops.flush());
+            }
+            if !rest.is_empty() {
+                answer.text.push_str(&rest);
+                // The answer has ended: there is nothing left to break off.
+                let _ = listener(Event::Text(&rest));
+            }
+        }
+        answer.timings.decode = started.elapsed();
+        Ok(answer)
+    }
+
+    /// How many tokens may be generated behind a prompt.
+    fn most_tokens(&self, prompt: usize, asked: Option<usize>) -> Result<usize> {
+        let context = self.kv.capacity();
+        if prompt == 0 {
+            return Err(Error::EmptyPrompt);
+        }
+        if prompt >= context {
+            return Err(Error::PromptTooLong { prompt, context });
+        }
+        match asked {
+            Some(0) => Err(Error::BadOption {
+                option: "max_tokens",
+                value: "0".into(),
+                expected: "expected at least 1, or nothing to go on until the model stops",
+            }),
+            Some(asked) if asked > context - prompt => {
+                Err(Error::GenerationTooLong { prompt, asked, context })
+            }
+            Some(asked) => Ok(asked),
+            None => Ok(context - prompt),
+        }
+    }
+
+    /// Cuts the sequence to what it has in common with `prompt`, short of its last token, whose logits are needed.
+    fn keep_common_prefix(&mut self, prompt: &[u32]) -> usize {
+        let common = self.tokens.iter().zip(prompt).take_while(|(a, b)| a == b).count();
+        let keep = common.min(prompt.len() - 1);
+        self.kv.truncate(keep);
+        self.tokens.truncate(keep);
+        keep
+    }
+
+    /// Runs what is new of the prompt, chunk by chunk. `None` when the listener broke it off.
+    fn prefill(
+        &mut self,
+        prompt: &[u32],
+        listener: &mut dyn FnMut(Event<'_>) -> ControlFlow<()>,
+    ) -> Result<Option<Vec<f32>>> {
+        loop {
+            let done = self.tokens.len();
+            let chunk = self.model.decoder().next_chunk(done, prompt.len() - done);
+            let logits = self.advance(&prompt[done..done + chunk])?;
+            let done = done + chunk;
+            let flow = listener(Event::Prefill { done, total: prompt.len() });
+            if flow.is_break() {
+                return Ok(None);
+            }
+            if done == prompt.len() {
+                return Ok(Some(logits));
+            }
+        }
+    }
+
+    fn advance(&mut self, ids: &[u32]) -> Result<Vec<f32>> {
+        let logits = self.model.decoder().forward(ids, &mut self.kv, Rows::Last)?;
+        self.tokens.extend_from_slice(ids);
+        Ok(logits.squeeze(0)?.to_vec1()?)
+    }
+}

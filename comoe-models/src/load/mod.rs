@@ -1,0 +1,30 @@
+//! From a model folder to blocks: the configuration, the dense part, the experts.
+
+mod config;
+mod dense;
+mod open;
+
+pub use config::ConfigFile;
+pub use dense::DenseWeights;
+pub(crate) use open::open_decoder;
+pub use open::{DEFAULT_CONTEXT, LoadOptions};
+
+/// How far loading has come. Reports of conversions come from several threads, in any order.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Progress {
+    /// Experts being converted to the format asked for, in records. Skipped when they are found converted.
+    Convert {
+        /// Records converted.
+        done: usize,
+        /// Records in all.
+        total: usize,
+    },
+    /// Dense weights on their way to the device, in bytes of the checkpoint.
+    Dense {
+        /// Bytes loaded.
+        done: u64,
+        /// Bytes in all.
+        total: u64,
+    },
+}

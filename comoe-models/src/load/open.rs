@@ -1,0 +1,122 @@
+//! Opens a model folder: experts to their cache, the rest to the device.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use candle_core::{DType, Device};
+use comoe_core::store::{Checkpoint, ConvertOptions, ExpertStore, Naming};
+use comoe_core::{CacheOptions, ExpertCache, ExpertFormat};
+
+use super::{ConfigFile, DenseWeights, Progress};
+use crate::arch::{self, DecoderPlan, MoePlan};
+use crate::decoder::Decoder;
+use crate::error::{Error, Result};
+
+/// Longest sequence unless another is asked for, in tokens; never more than the model's own limit.
+pub const DEFAULT_CONTEXT: usize = 4096;
+
+/// How a model is loaded.
+#[derive(Debug, Clone)]
+pub struct LoadOptions {
+    /// What the dense part computes in: F32 on the CPU; BF16 weights are widened exactly.
+    pub dtype: DType,
+    /// Longest sequence, prompt and answer together, in tokens; `None` is the model's limit or [`DEFAULT_CONTEXT`],
+    /// whichever is less.
+    pub context: Option<usize>,
+    /// How the expert cache is run. Its `top_k` is set by the model.
+    pub cache: CacheOptions,
+    /// The experts' format; `None` keeps the checkpoint's.
+    pub format: Option<ExpertFormat>,
+    /// Where converted experts are kept for the next start; `None` converts anew.
+    pub cache_dir: Option<PathBuf>,
+}
+
+impl Default for LoadOptions {
+    fn default() -> Self {
+        Self {
+            dtype: DType::F32,
+            context: None,
+            cache: CacheOptions::default(),
+            format: None,
+            cache_dir: None,
+        }
+    }
+}
+
+impl Decoder {
+    /// Loads a folder with `config.json` and safetensors shards; no tokenizer is needed.
+    ///
+    /// # Errors
+    /// Names the file, tensor or field that is missing or wrong, and what would work.
+    pub fn open(
+        folder: &Path,
+        device: &Device,
+        options: &LoadOptions,
+        progress: &(dyn Fn(Progress) + Sync),
+    ) -> Result<Self> {
+        let plan = arch::plan(&ConfigFile::of_model(folder)?)?;
+        open_decoder(plan, folder, device, options, progress)
+    }
+}
+
+/// Opens the experts, builds their cache, and loads the dense part.
+pub(crate) fn open_decoder(
+    plan: DecoderPlan,
+    folder: &Path,
+    device: &Device,
+    options: &LoadOptions,
+    progress: &(dyn Fn(Progress) + Sync),
+) -> Result<Decoder> {
+    let context = options.context.unwrap_or(plan.max_positions.min(DEFAULT_CONTEXT));
+    plan.check_context(context)?;
+    let checkpoint = Arc::new(Checkpoint::open(&[folder])?);
+    let naming = Naming::auto().with_layers(plan.layers.len());
+    let store = expert_store(&plan, &checkpoint, &naming, options, progress)?;
+    let mut notes = store.notes().to_vec();
+    let top_k = plan.moe_layers().map(|(_, moe)| moe.router.top_k).max().unwrap_or(0);
+    let cache = CacheOptions { top_k, ..options.cache.clone() };
+    let experts = ExpertCache::builder(store, device).options(cache).build()?;
+    notes.extend_from_slice(experts.notes());
+    let mut weights = DenseWeights::new(&checkpoint, &naming, options.dtype, device, progress)?;
+    Decoder::load(plan, &mut weights, experts, context, options.dtype, device).map(|d| d.with_notes(notes))
+}
+
+/// The experts of a checkpoint, checked against the plan, in the format asked for.
+fn expert_store(
+    plan: &DecoderPlan,
+    checkpoint: &Arc<Checkpoint>,
+    naming: &Naming,
+    options: &LoadOptions,
+    progress: &(dyn Fn(Progress) + Sync),
+) -> Result<ExpertStore> {
+    let mut store = ExpertStore::from_checkpoint(checkpoint.clone(), naming)?;
+    if let Some((_, moe)) = plan.moe_layers().next() {
+        // Layers differ in nothing but size in the families that are implemented.
+        store = store.with_activation(moe.expert.activation).with_weight_on(moe.expert.weight_on);
+    }
+    for (layer, moe) in plan.moe_layers() {
+        let Some(ordinal) = store.directory().ordinal(layer) else {
+            return Err(Error::ExpertMismatch {
+                layer,
+                config: moe.describe(),
+                checkpoint: "none".to_owned(),
+            });
+        };
+        let experts = store.directory().layers()[ordinal].experts;
+        let found = MoePlan { experts, router: moe.router, expert: *store.spec(ordinal) };
+        if found.experts != moe.experts || found.expert != moe.expert {
+            let (config, checkpoint) = (moe.describe(), found.describe());
+            return Err(Error::ExpertMismatch { layer, config, checkpoint });
+        }
+    }
+    match options.format {
+        Some(format) => {
+            let convert = ConvertOptions {
+                cache_dir: options.cache_dir.clone(),
+                progress: Some(&|done, total| progress(Progress::Convert { done, total })),
+            };
+            Ok(store.into_format_with(format, &convert)?)
+        }
+        None => Ok(store),
+    }
+}
