@@ -21,6 +21,8 @@ mod context;
 mod copies;
 #[cfg(feature = "cuda")]
 pub mod kernels;
+#[cfg(feature = "cuda")]
+pub mod measure;
 mod options;
 #[cfg(feature = "cuda")]
 mod pinned;
@@ -32,7 +34,7 @@ mod timeline;
 mod upload;
 
 #[cfg(feature = "cuda")]
-pub use backend::CudaBackend;
+pub use backend::{CudaBackend, MOST_GEMV_TOKENS, workspace_bytes};
 #[cfg(feature = "cuda")]
 pub use context::{cuda_device, cuda_device_count};
 #[doc(hidden)]

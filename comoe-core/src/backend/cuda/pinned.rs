@@ -47,10 +47,18 @@ impl PinnedBuffer {
         unsafe { std::slice::from_raw_parts_mut(self.start.as_ptr().add(at), len) }
     }
 
-    pub(super) fn address(&self, at: usize) -> *const u8 {
-        assert!(at <= self.bytes, "{at} of {}", self.bytes);
-        // SAFETY: inside the allocation or one past its end (asserted).
-        unsafe { self.start.as_ptr().add(at) }
+    pub(super) fn address(&self) -> *const u8 {
+        self.start.as_ptr()
+    }
+
+    /// Where kernels read it.
+    pub(super) fn device_address(&self) -> Result<u64> {
+        let mut address = 0;
+        // SAFETY: allocated with DEVICEMAP in `new`.
+        unsafe { sys::cuMemHostGetDevicePointer_v2(&mut address, self.start.as_ptr().cast(), 0) }
+            .result()
+            .doing("mapping host memory for the GPU")?;
+        Ok(address)
     }
 }
 
