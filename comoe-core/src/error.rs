@@ -133,6 +133,26 @@ pub enum Error {
         reason: String,
     },
 
+    /// A slot does not hold what the store has.
+    #[error("slot {slot}, which should hold {id}, differs from the store at byte {at}")]
+    SlotDiffers {
+        /// The expert.
+        id: ExpertId,
+        /// The slot's number.
+        slot: u32,
+        /// Offset of the first byte that differs.
+        at: usize,
+    },
+
+    /// The simulated backend saw work in an order that a real device need not keep.
+    #[error("ordering rule broken: {rule} ({id})")]
+    RuleBroken {
+        /// What was done too early.
+        rule: &'static str,
+        /// The expert concerned.
+        id: ExpertId,
+    },
+
     /// A device that this build or machine cannot use.
     #[error("device {asked}: {reason}")]
     Device {

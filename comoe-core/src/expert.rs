@@ -193,7 +193,11 @@ mod tests {
                 {
                     assert_eq!(v % 16, 0, "{format} {hidden}x{intermediate}");
                 }
-                assert!(b.gate % 16 == 0 && b.up % 16 == 0 && b.down + 4 * hidden <= l.record_bytes);
+                assert!(
+                    b.gate.is_multiple_of(16)
+                        && b.up.is_multiple_of(16)
+                        && b.down + 4 * hidden <= l.record_bytes
+                );
                 assert_eq!(l.record_bytes % RECORD_ALIGN, 0);
             }
         }

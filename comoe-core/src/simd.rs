@@ -19,7 +19,7 @@ pub(crate) trait Simd: Copy {
     type V: Copy;
     /// What one scale makes of the sixteen 4-bit weights.
     type Nibbles: Copy;
-    /// Rows and columns of the register tile that suits this unit, see `backend::cpu::kernels`.
+    /// Whether there are registers for a tile of 16 accumulators.
     const WIDE: bool;
 
     fn splat(self, x: f32) -> Self::V;
@@ -59,12 +59,28 @@ pub(crate) trait Vectorised {
     fn run<S: Simd>(self, simd: S) -> Self::Output;
 }
 
+/// A vector unit by name: tests choose one.
+#[derive(Debug, Clone, Copy, PartialEq)]
+#[cfg_attr(not(test), allow(dead_code, reason = "only tests ask for less than the widest"))]
+pub(crate) enum Unit {
+    Portable,
+    Avx2,
+    Avx512,
+}
+
 /// Runs `work` on the best vector unit that there is.
 #[inline]
 pub(crate) fn dispatch<W: Vectorised>(work: W) -> W::Output {
+    #[cfg(test)]
+    let widest = tests::WIDEST.get();
+    #[cfg(not(test))]
+    let widest = Unit::Avx512;
+    if widest == Unit::Portable {
+        return work.run(Portable);
+    }
     #[cfg(target_arch = "x86_64")]
     {
-        if x86::Avx512::available() {
+        if widest == Unit::Avx512 && x86::Avx512::available() {
             // SAFETY: the processor has the instructions, asked in the line above.
             return unsafe { x86::avx512(work) };
         }
@@ -74,6 +90,20 @@ pub(crate) fn dispatch<W: Vectorised>(work: W) -> W::Output {
         }
     }
     work.run(Portable)
+}
+
+/// The vector unit in force, for people to read.
+pub(crate) fn name() -> &'static str {
+    #[cfg(target_arch = "x86_64")]
+    {
+        if x86::Avx512::available() {
+            return "AVX-512";
+        }
+        if x86::Avx2::available() {
+            return "AVX2";
+        }
+    }
+    "no vector unit of its own"
 }
 
 /// Arrays, for processors without a unit of their own here; the compiler vectorises what it can.
@@ -372,8 +402,13 @@ mod x86 {
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use super::*;
+
+    thread_local! {
+        /// The widest unit that this thread may use.
+        pub(crate) static WIDEST: std::cell::Cell<Unit> = const { std::cell::Cell::new(Unit::Avx512) };
+    }
 
     /// Every operation on a few vectors, as bits.
     struct Everything;

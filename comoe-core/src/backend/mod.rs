@@ -4,6 +4,9 @@
 //! order between them exists only where a [`Ticket`] is waited for. The schedule keeps the rules (a slot is read
 //! after its fill, refilled after its last reader); a backend just obeys.
 
+pub mod cpu;
+pub mod sim;
+
 use std::time::Duration;
 
 use candle_core::{DType, Tensor};

@@ -1,0 +1,160 @@
+//! The slots' memory: one lazily backed mapping, cut into equal slots that are lent out one borrower at a time.
+
+use std::ops::{Deref, DerefMut};
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use memmap2::{MmapMut, MmapOptions};
+
+use crate::backend::SlotId;
+use crate::error::{Error, Result};
+
+/// Lock word of a slot that is being written; otherwise it counts readers.
+const WRITTEN: u32 = u32::MAX;
+
+/// All slots. Untouched slots are not backed by memory.
+///
+/// Bytes are reached only through [`SlotRead`] and [`SlotWrite`], which hold the slot's lock word. The schedule keeps
+/// readers and writers apart; should it fail to, a borrow is refused and no byte is read while it changes.
+pub(super) struct Slab {
+    base: *mut u8,
+    slot_bytes: usize,
+    locks: Box<[AtomicU32]>,
+    /// Keeps `base` mapped; never used otherwise.
+    _map: MmapMut,
+}
+
+// SAFETY: `base` is memory that `_map` owns; every access to it goes through a guard that holds the slot's lock word,
+// so threads never touch a byte that another one is writing.
+unsafe impl Send for Slab {}
+// SAFETY: as for `Send`.
+unsafe impl Sync for Slab {}
+
+impl Slab {
+    /// Maps `slots` times `slot_bytes` zero bytes.
+    pub(super) fn new(slots: usize, slot_bytes: usize) -> Result<Self> {
+        let refused = |reason: String| Error::BadArgument { what: "pool", reason };
+        let bytes = slots
+            .checked_mul(slot_bytes)
+            .filter(|&bytes| bytes > 0 && isize::try_from(bytes).is_ok())
+            .ok_or_else(|| refused(format!("{slots} slots of {slot_bytes} bytes cannot be made")))?;
+        let mut map = MmapOptions::new().len(bytes).map_anon().map_err(|e| {
+            refused(format!(
+                "{slots} slots of {slot_bytes} bytes, {bytes} bytes in all: {e}; use fewer slots"
+            ))
+        })?;
+        let locks = (0..slots).map(|_| AtomicU32::new(0)).collect();
+        Ok(Self { base: map.as_mut_ptr(), slot_bytes, locks, _map: map })
+    }
+
+    pub(super) fn slots(&self) -> usize {
+        self.locks.len()
+    }
+
+    pub(super) fn slot_bytes(&self) -> usize {
+        self.slot_bytes
+    }
+
+    /// Borrows a slot for reading; `None` when there is no such slot or it is being written.
+    pub(super) fn read(&self, slot: SlotId) -> Option<SlotRead<'_>> {
+        let lock = self.locks.get(slot.0 as usize)?;
+        // One below WRITTEN is left unused, so that the count cannot become it.
+        let more = |readers| (readers < WRITTEN - 1).then_some(readers + 1);
+        lock.fetch_update(Ordering::Acquire, Ordering::Relaxed, more).ok()?;
+        Some(SlotRead { slab: self, slot })
+    }
+
+    /// Borrows a slot for writing; `None` when there is no such slot or it is borrowed.
+    pub(super) fn write(&self, slot: SlotId) -> Option<SlotWrite<'_>> {
+        let lock = self.locks.get(slot.0 as usize)?;
+        lock.compare_exchange(0, WRITTEN, Ordering::Acquire, Ordering::Relaxed).ok()?;
+        Some(SlotWrite { slab: self, slot })
+    }
+
+    /// Start of a slot that exists, for its guards.
+    fn at(&self, slot: SlotId) -> *mut u8 {
+        debug_assert!((slot.0 as usize) < self.locks.len());
+        // SAFETY: guards are made for existing slots only, so the offset lies inside the one mapping that `new` made.
+        unsafe { self.base.add(slot.0 as usize * self.slot_bytes) }
+    }
+}
+
+/// A slot that nobody writes while this lives.
+pub(super) struct SlotRead<'a> {
+    slab: &'a Slab,
+    slot: SlotId,
+}
+
+impl Deref for SlotRead<'_> {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        // SAFETY: the slot exists, its bytes are initialised (the mapping is zeroed), and this guard's share of the lock
+        // word keeps writers out.
+        unsafe { std::slice::from_raw_parts(self.slab.at(self.slot), self.slab.slot_bytes) }
+    }
+}
+
+impl Drop for SlotRead<'_> {
+    fn drop(&mut self) {
+        self.slab.locks[self.slot.0 as usize].fetch_sub(1, Ordering::Release);
+    }
+}
+
+/// A slot that nobody else touches while this lives.
+pub(super) struct SlotWrite<'a> {
+    slab: &'a Slab,
+    slot: SlotId,
+}
+
+impl Deref for SlotWrite<'_> {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        // SAFETY: as in `deref_mut`.
+        unsafe { std::slice::from_raw_parts(self.slab.at(self.slot), self.slab.slot_bytes) }
+    }
+}
+
+impl DerefMut for SlotWrite<'_> {
+    fn deref_mut(&mut self) -> &mut [u8] {
+        // SAFETY: the slot exists, its bytes are initialised (the mapping is zeroed), and the lock word is WRITTEN
+        // while this guard lives, so no other guard of the slot exists.
+        unsafe { std::slice::from_raw_parts_mut(self.slab.at(self.slot), self.slab.slot_bytes) }
+    }
+}
+
+impl Drop for SlotWrite<'_> {
+    fn drop(&mut self) {
+        self.slab.locks[self.slot.0 as usize].store(0, Ordering::Release);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn slots_are_lent_to_readers_or_one_writer() {
+        let slab = Slab::new(3, 512).unwrap();
+        slab.write(SlotId(1)).unwrap().fill(7);
+        {
+            let (a, b) = (slab.read(SlotId(1)).unwrap(), slab.read(SlotId(1)).unwrap());
+            assert!(a.iter().chain(b.iter()).all(|&v| v == 7));
+            assert!(slab.write(SlotId(1)).is_none());
+        }
+        let w = slab.write(SlotId(1)).unwrap();
+        assert!(slab.read(SlotId(1)).is_none() && slab.write(SlotId(1)).is_none());
+        assert!(slab.read(SlotId(0)).unwrap().iter().all(|&v| v == 0));
+        drop(w);
+        assert_eq!(slab.read(SlotId(2)).unwrap().len(), 512);
+        assert!(slab.read(SlotId(3)).is_none() && slab.write(SlotId(3)).is_none());
+    }
+
+    #[test]
+    fn impossible_pools_are_refused() {
+        for (slots, bytes) in [(0, 512), (usize::MAX, 512), (1 << 40, 1 << 22)] {
+            let text = Slab::new(slots, bytes).err().unwrap().to_string();
+            assert!(text.contains(&format!("{slots} slots of {bytes} bytes")), "{text}");
+        }
+    }
+}

@@ -1,0 +1,315 @@
+//! A simulated device, for tests: queues that run in any legal order, and a check of that order.
+//!
+//! Two independent nets. At enqueue, a vector clock per queue tells which work is ordered before which; reading a slot
+//! without having waited for its fill, or refilling it without having waited for its readers, is reported at once and
+//! in every run. And what is enqueued executes only when it must, in an order drawn from a seed, on real bytes, so
+//! that a missing wait also changes the output for some seed when the check is switched off.
+
+use std::collections::{HashMap, VecDeque};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use candle_core::Tensor;
+
+use super::cpu::Step;
+use super::{Backend, BackendInfo, Fill, Queue, SlotId, Ticket, TransferTime, Work, WorkItem};
+use crate::error::{Error, Result};
+use crate::store::{RecordIndex, RecordSource};
+
+const QUEUES: [Queue; 3] = [Queue::Compute, Queue::Demand, Queue::Prefetch];
+
+/// Sequence numbers of each queue that are known to be reached.
+type Clock = [u64; 3];
+
+/// An entry of the operation log: what was enqueued, in program order.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum SimEvent {
+    /// A batch of fills.
+    Fill {
+        /// Its queue.
+        queue: Queue,
+        /// Its records.
+        records: Vec<RecordIndex>,
+    },
+    /// The compute queue waits.
+    Wait(Ticket),
+    /// Work on these records.
+    Run(Vec<RecordIndex>),
+}
+
+/// Handle to the log of a [`SimBackend`] that a cache owns.
+#[derive(Debug, Clone, Default)]
+pub struct SimLog(Arc<Mutex<Vec<SimEvent>>>);
+
+impl SimLog {
+    /// Takes what was logged so far.
+    pub fn take(&self) -> Vec<SimEvent> {
+        std::mem::take(&mut self.0.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    fn push(&self, event: SimEvent) {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).push(event);
+    }
+}
+
+enum Op {
+    Wait(Ticket),
+    Fill(Fill),
+    Run(Vec<WorkItem>),
+    Mark,
+}
+
+#[derive(Clone, Copy)]
+struct SlotAccess {
+    filled: Ticket,
+    read: u64,
+    /// What it holds once everything enqueued so far is done.
+    holds: Option<RecordIndex>,
+}
+
+/// The simulated device.
+pub struct SimBackend {
+    source: Arc<dyn RecordSource>,
+    /// State of SplitMix64, which draws the next queue to run.
+    seed: u64,
+    check: bool,
+    fail_fill: Option<RecordIndex>,
+    log: SimLog,
+    slab: Vec<u8>,
+    slot_bytes: usize,
+    queues: [VecDeque<Op>; 3],
+    enqueued: Clock,
+    reached: Clock,
+    clocks: [Clock; 3],
+    ticket_clocks: HashMap<(usize, u64), Clock>,
+    slots: Vec<SlotAccess>,
+    step: Step,
+    failure: Option<Error>,
+}
+
+impl SimBackend {
+    /// Runs in the order that `seed` draws.
+    pub fn new(source: Arc<dyn RecordSource>, seed: u64) -> Self {
+        Self {
+            source,
+            seed,
+            check: true,
+            fail_fill: None,
+            log: SimLog::default(),
+            slab: Vec::new(),
+            slot_bytes: 0,
+            queues: Default::default(),
+            enqueued: [0; 3],
+            reached: [0; 3],
+            clocks: [[0; 3]; 3],
+            ticket_clocks: HashMap::new(),
+            slots: Vec::new(),
+            step: Step::default(),
+            failure: None,
+        }
+    }
+
+    /// Switches the vector-clock check off, so that only the random order shows a missing wait.
+    #[must_use]
+    pub fn unchecked(mut self) -> Self {
+        self.check = false;
+        self
+    }
+
+    /// Makes the fill of `record` fail.
+    #[must_use]
+    pub fn failing_at(mut self, record: RecordIndex) -> Self {
+        self.fail_fill = Some(record);
+        self
+    }
+
+    /// The operation log.
+    pub fn log(&self) -> SimLog {
+        self.log.clone()
+    }
+
+    /// SplitMix64 (Steele et al. 2014, OOPSLA).
+    fn draw(&mut self) -> u64 {
+        self.seed = self.seed.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let z = (self.seed ^ (self.seed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    }
+
+    fn enqueue(&mut self, queue: Queue, op: Op) -> Ticket {
+        let q = index(queue);
+        self.enqueued[q] += 1;
+        self.clocks[q][q] = self.enqueued[q];
+        self.ticket_clocks.insert((q, self.enqueued[q]), self.clocks[q]);
+        self.queues[q].push_back(op);
+        Ticket { queue, seq: self.enqueued[q] }
+    }
+
+    fn enqueue_wait(&mut self, queue: Queue, ticket: Ticket) {
+        if let Some(known) = self.ticket_clocks.get(&(index(ticket.queue), ticket.seq)).copied() {
+            let clock = &mut self.clocks[index(queue)];
+            clock.iter_mut().zip(known).for_each(|(c, k)| *c = k.max(*c));
+        }
+        self.enqueue(queue, Op::Wait(ticket));
+    }
+
+    fn broken(&self, rule: &'static str, record: RecordIndex) -> Result<()> {
+        match self.check {
+            true => Err(Error::RuleBroken { rule, id: self.source.directory().id(record) }),
+            false => Ok(()),
+        }
+    }
+
+    /// Whether `ticket` is ordered before whatever is enqueued next on `queue`.
+    fn ordered(&self, queue: Queue, ticket: Ticket) -> bool {
+        self.clocks[index(queue)][index(ticket.queue)] >= ticket.seq
+    }
+
+    /// Runs the head of a randomly drawn queue. `false` when none can run.
+    fn tick(&mut self) -> bool {
+        let first = self.draw() as usize;
+        for q in (0..QUEUES.len()).map(|i| (first + i) % QUEUES.len()) {
+            if let Some(Op::Wait(ticket)) = self.queues[q].front()
+                && self.reached[index(ticket.queue)] < ticket.seq
+            {
+                continue;
+            }
+            let Some(op) = self.queues[q].pop_front() else { continue };
+            if let Err(e) = self.execute(op) {
+                self.failure.get_or_insert(e);
+            }
+            self.reached[q] += 1;
+            return true;
+        }
+        false
+    }
+
+    fn execute(&mut self, op: Op) -> Result<()> {
+        match op {
+            Op::Wait(_) | Op::Mark => Ok(()),
+            Op::Fill(Fill { record, slot }) => {
+                if self.fail_fill == Some(record) {
+                    let id = self.source.directory().id(record);
+                    return Err(Error::FillFailed { id, reason: "the simulated link broke".to_owned() });
+                }
+                let bytes = self.source.directory().record_bytes(record);
+                self.source.read(record, &mut self.slab[slot.0 as usize * self.slot_bytes..][..bytes])
+            }
+            Op::Run(items) => {
+                let (slab, slot_bytes) = (&self.slab, self.slot_bytes);
+                let open = |item: &WorkItem| Ok(&slab[item.slot.0 as usize * slot_bytes..][..slot_bytes]);
+                self.step.run(self.source.directory(), &items, open)
+            }
+        }
+    }
+
+    fn run_until(&mut self, ticket: Ticket) -> Result<()> {
+        while self.reached[index(ticket.queue)] < ticket.seq {
+            if !self.tick() {
+                let reason = "the queues wait for each other".to_owned();
+                return Err(Error::BadArgument { what: "order of waits", reason });
+            }
+        }
+        self.failure.take().map_or(Ok(()), Err)
+    }
+}
+
+fn index(queue: Queue) -> usize {
+    QUEUES.iter().position(|q| *q == queue).unwrap_or_default()
+}
+
+impl Backend for SimBackend {
+    fn info(&self) -> BackendInfo {
+        BackendInfo { device: "simulated".to_owned(), notes: Vec::new() }
+    }
+
+    fn allocate(&mut self, slots: usize, slot_bytes: usize) -> Result<()> {
+        // NaN in every format that has one: a slot that is read before its fill shows in the output.
+        self.slab = vec![0xff; slots * slot_bytes];
+        self.slot_bytes = slot_bytes;
+        self.slots = vec![SlotAccess { filled: Ticket::DONE, read: 0, holds: None }; slots];
+        Ok(())
+    }
+
+    fn fill(&mut self, queue: Queue, after: &[Ticket], fills: &[Fill]) -> Result<Ticket> {
+        self.log.push(SimEvent::Fill { queue, records: fills.iter().map(|f| f.record).collect() });
+        for &ticket in after {
+            self.enqueue_wait(queue, ticket);
+        }
+        for &fill in fills {
+            let SlotAccess { filled, read, .. } = self.slots[fill.slot.0 as usize];
+            if !self.ordered(queue, Ticket { queue: Queue::Compute, seq: read }) {
+                self.broken("a slot was refilled before its last reader was done", fill.record)?;
+            }
+            if !self.ordered(queue, filled) {
+                self.broken("a slot was refilled before its last fill was done", fill.record)?;
+            }
+            let filled = self.enqueue(queue, Op::Fill(fill));
+            self.slots[fill.slot.0 as usize] = SlotAccess { filled, read: 0, holds: Some(fill.record) };
+        }
+        Ok(self.enqueue(queue, Op::Mark))
+    }
+
+    fn wait(&mut self, ticket: Ticket) -> Result<()> {
+        self.log.push(SimEvent::Wait(ticket));
+        self.enqueue_wait(Queue::Compute, ticket);
+        Ok(())
+    }
+
+    fn mark(&mut self) -> Result<Ticket> {
+        Ok(self.enqueue(Queue::Compute, Op::Mark))
+    }
+
+    fn is_done(&mut self, ticket: Ticket) -> Result<bool> {
+        for _ in 0..self.draw() % 4 {
+            self.tick();
+        }
+        Ok(self.reached[index(ticket.queue)] >= ticket.seq)
+    }
+
+    fn begin(&mut self, work: Work<'_>) -> Result<()> {
+        self.step.begin(work)
+    }
+
+    fn run(&mut self, items: &[WorkItem]) -> Result<()> {
+        self.log.push(SimEvent::Run(items.iter().map(|i| i.record).collect()));
+        for item in items {
+            let SlotAccess { filled, holds, .. } = self.slots[item.slot.0 as usize];
+            if holds != Some(item.record) {
+                self.broken("work found another record in the slot of its own", item.record)?;
+            }
+            if !self.ordered(Queue::Compute, filled) {
+                self.broken("a slot was read before its fill was done", item.record)?;
+            }
+        }
+        let ticket = self.enqueue(Queue::Compute, Op::Run(items.to_vec()));
+        items.iter().for_each(|item| self.slots[item.slot.0 as usize].read = ticket.seq);
+        Ok(())
+    }
+
+    fn finish(&mut self) -> Result<Tensor> {
+        let all = Ticket { queue: Queue::Compute, seq: self.enqueued[0] };
+        self.run_until(all)?;
+        self.step.finish()
+    }
+
+    fn synchronize(&mut self) -> Result<()> {
+        for queue in QUEUES {
+            self.run_until(Ticket { queue, seq: self.enqueued[index(queue)] })?;
+        }
+        Ok(())
+    }
+
+    fn read_slot(&mut self, slot: SlotId, out: &mut [u8]) -> Result<()> {
+        out.copy_from_slice(&self.slab[slot.0 as usize * self.slot_bytes..][..out.len()]);
+        Ok(())
+    }
+
+    fn write_slot(&mut self, slot: SlotId, bytes: &[u8]) -> Result<()> {
+        self.slab[slot.0 as usize * self.slot_bytes..][..bytes.len()].copy_from_slice(bytes);
+        Ok(())
+    }
+
+    fn transfer_time(&self) -> TransferTime {
+        TransferTime::default()
+    }
+}

@@ -1,0 +1,379 @@
+//! Which slot holds a record? A pure state machine: no device, no threads, no clock.
+//!
+//! Slots are divided into partitions (one per layer, or a single one) and a staging area. A partition's policy
+//! chooses victims among its records that are not pinned. Partitions and staging keep their sizes: promoting a staged
+//! record moves its slot into the partition, and the slot it displaces into staging.
+
+use crate::backend::SlotId;
+use crate::policy::EvictionPolicy;
+use crate::store::RecordIndex;
+
+/// What a slot holds.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum SlotState {
+    /// Nothing.
+    Free,
+    /// A record whose fill has been enqueued.
+    Loading(RecordIndex),
+    /// A record whose fill has arrived.
+    Resident(RecordIndex),
+}
+
+/// Where a record is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Located {
+    /// Its slot.
+    pub slot: SlotId,
+    /// Still on its way.
+    pub loading: bool,
+    /// In a staging slot, not yet part of the cache.
+    pub staged: bool,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Home {
+    Partition(usize),
+    Staging,
+}
+
+#[derive(Debug, Clone, Copy)]
+struct Slot {
+    state: SlotState,
+    home: Home,
+}
+
+struct Partition {
+    free: Vec<SlotId>,
+    policy: Box<dyn EvictionPolicy>,
+}
+
+/// How many slots each partition has, and which layer uses which.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct PoolShape {
+    /// Slots of each partition.
+    pub partitions: Vec<usize>,
+    /// Partition of each layer ordinal.
+    pub partition_of: Vec<usize>,
+    /// Staging slots, on top.
+    pub staging: usize,
+}
+
+impl PoolShape {
+    /// One partition for all layers.
+    pub fn global(slots: usize, layers: usize, staging: usize) -> Self {
+        Self { partitions: vec![slots], partition_of: vec![0; layers], staging }
+    }
+
+    /// A partition per layer, as equal as possible, none larger than its layer's `experts`; what is left over goes
+    /// to the first layers with room.
+    pub fn by_layer(slots: usize, experts: &[usize], staging: usize) -> Self {
+        let mut partitions = vec![0; experts.len()];
+        let mut left = slots.min(experts.iter().sum());
+        while left > 0 {
+            for (have, &most) in partitions.iter_mut().zip(experts) {
+                if left > 0 && *have < most {
+                    *have += 1;
+                    left -= 1;
+                }
+            }
+        }
+        Self { partitions, partition_of: (0..experts.len()).collect(), staging }
+    }
+
+    /// Slots without staging.
+    pub fn slots(&self) -> usize {
+        self.partitions.iter().sum()
+    }
+}
+
+/// Maps records to slots.
+pub struct Pool {
+    shape: PoolShape,
+    slots: Vec<Slot>,
+    slot_of: Vec<Option<SlotId>>,
+    partitions: Vec<Partition>,
+    pinned: Vec<bool>,
+    staging_free: Vec<SlotId>,
+    staged: Vec<RecordIndex>,
+}
+
+impl Pool {
+    /// An empty pool for a store of `records` records; `policy` makes the policy of a partition of so many slots.
+    pub fn new(
+        shape: PoolShape,
+        records: usize,
+        mut policy: impl FnMut(usize) -> Box<dyn EvictionPolicy>,
+    ) -> Self {
+        let mut slots = Vec::with_capacity(shape.slots() + shape.staging);
+        let mut range = |count: usize, home| {
+            let first = slots.len() as u32;
+            slots.extend((0..count).map(|_| Slot { state: SlotState::Free, home }));
+            // Reversed, so that slots are taken in ascending order.
+            (first..first + count as u32).rev().map(SlotId).collect::<Vec<_>>()
+        };
+        let partitions = shape
+            .partitions
+            .iter()
+            .enumerate()
+            .map(|(i, &n)| Partition { free: range(n, Home::Partition(i)), policy: policy(n) })
+            .collect();
+        let staging_free = range(shape.staging, Home::Staging);
+        Self {
+            shape,
+            slots,
+            slot_of: vec![None; records],
+            partitions,
+            pinned: vec![false; records],
+            staging_free,
+            staged: Vec::new(),
+        }
+    }
+
+    /// The division into partitions.
+    pub fn shape(&self) -> &PoolShape {
+        &self.shape
+    }
+
+    /// What each slot holds.
+    pub fn states(&self) -> impl Iterator<Item = (SlotId, SlotState)> + '_ {
+        self.slots.iter().enumerate().map(|(i, s)| (SlotId(i as u32), s.state))
+    }
+
+    /// Where `record` is, if anywhere.
+    pub fn locate(&self, record: RecordIndex) -> Option<Located> {
+        let slot = self.slot_of[record.0 as usize]?;
+        let Slot { state, home } = self.slots[slot.0 as usize];
+        Some(Located { slot, loading: matches!(state, SlotState::Loading(_)), staged: home == Home::Staging })
+    }
+
+    /// Forbids that `records` become victims, until [`Self::unpin`].
+    pub fn pin(&mut self, records: impl IntoIterator<Item = RecordIndex>) {
+        records.into_iter().for_each(|r| self.pinned[r.0 as usize] = true);
+    }
+
+    /// Allows it again.
+    pub fn unpin(&mut self, records: impl IntoIterator<Item = RecordIndex>) {
+        records.into_iter().for_each(|r| self.pinned[r.0 as usize] = false);
+    }
+
+    /// Tells the policy that `record`, cached and not staged, was accessed by layer ordinal `layer`.
+    pub fn hit(&mut self, layer: usize, record: RecordIndex) {
+        debug_assert!(self.locate(record).is_some_and(|l| !l.staged));
+        self.partitions[self.shape.partition_of[layer]].policy.hit(record);
+    }
+
+    /// Gives `record`, which is nowhere, a slot of the layer's partition: a free one, or that of the policy's victim.
+    /// Its state is `Loading`. `None` when every record of the partition is pinned.
+    pub fn place(&mut self, layer: usize, record: RecordIndex) -> Option<SlotId> {
+        debug_assert!(self.locate(record).is_none());
+        let slot = self.vacate(layer)?;
+        self.settle(layer, slot, SlotState::Loading(record));
+        Some(slot)
+    }
+
+    /// Makes the staged `record` part of the layer's partition, without a copy. `false` when no record of the
+    /// partition may leave; `record` then stays staged.
+    pub fn promote(&mut self, layer: usize, record: RecordIndex) -> bool {
+        let Some(located) = self.locate(record).filter(|l| l.staged) else {
+            debug_assert!(false, "{record:?} is not staged");
+            return false;
+        };
+        let Some(vacated) = self.vacate(layer) else { return false };
+        self.slots[vacated.0 as usize].home = Home::Staging;
+        self.staging_free.push(vacated);
+        self.staged.retain(|&r| r != record);
+        let state = self.slots[located.slot.0 as usize].state;
+        self.slots[located.slot.0 as usize].home = Home::Partition(self.shape.partition_of[layer]);
+        self.settle(layer, located.slot, state);
+        true
+    }
+
+    /// Gives `record`, which is nowhere, a staging slot; its state is `Loading`. `None` when none is free.
+    pub fn stage(&mut self, record: RecordIndex) -> Option<SlotId> {
+        debug_assert!(self.locate(record).is_none());
+        let slot = self.staging_free.pop()?;
+        self.slots[slot.0 as usize].state = SlotState::Loading(record);
+        self.slot_of[record.0 as usize] = Some(slot);
+        self.staged.push(record);
+        Some(slot)
+    }
+
+    /// Drops every staged record of `records` and returns them.
+    pub fn unstage(&mut self, records: std::ops::Range<u32>) -> Vec<RecordIndex> {
+        let (dropped, kept) = self.staged.iter().partition(|r| records.contains(&r.0));
+        self.staged = kept;
+        for record in &dropped {
+            let RecordIndex(r) = *record;
+            if let Some(slot) = self.slot_of[r as usize].take() {
+                self.slots[slot.0 as usize].state = SlotState::Free;
+                self.staging_free.push(slot);
+            }
+        }
+        dropped
+    }
+
+    /// Staged records, oldest first.
+    pub fn staged(&self) -> &[RecordIndex] {
+        &self.staged
+    }
+
+    /// Staging slots that are free.
+    pub fn staging_left(&self) -> usize {
+        self.staging_free.len()
+    }
+
+    /// The fill of `slot` has arrived.
+    pub fn arrived(&mut self, slot: SlotId) {
+        let state = &mut self.slots[slot.0 as usize].state;
+        if let SlotState::Loading(record) = *state {
+            *state = SlotState::Resident(record);
+        }
+    }
+
+    /// Records of a partition, next victim first.
+    pub fn eviction_order(&self, partition: usize) -> Vec<RecordIndex> {
+        self.partitions[partition].policy.eviction_order()
+    }
+
+    /// Takes a slot out of the layer's partition.
+    fn vacate(&mut self, layer: usize) -> Option<SlotId> {
+        let partition = &mut self.partitions[self.shape.partition_of[layer]];
+        if let Some(slot) = partition.free.pop() {
+            return Some(slot);
+        }
+        let pinned = &self.pinned;
+        let victim = partition.policy.victim(&|r| !pinned[r.0 as usize])?;
+        partition.policy.remove(victim);
+        let slot = self.slot_of[victim.0 as usize].take()?;
+        self.slots[slot.0 as usize].state = SlotState::Free;
+        Some(slot)
+    }
+
+    fn settle(&mut self, layer: usize, slot: SlotId, state: SlotState) {
+        let (SlotState::Loading(record) | SlotState::Resident(record)) = state else { return };
+        self.slots[slot.0 as usize].state = state;
+        self.slot_of[record.0 as usize] = Some(slot);
+        self.partitions[self.shape.partition_of[layer]].policy.insert(record);
+    }
+
+    /// Describes the first broken invariant, if any. For tests and `--check`.
+    pub fn inconsistency(&self) -> Option<String> {
+        let mut counts = vec![0; self.shape.partitions.len()];
+        let mut staging = 0;
+        for (slot, state) in self.states() {
+            match self.slots[slot.0 as usize].home {
+                Home::Partition(p) => counts[p] += 1,
+                Home::Staging => staging += 1,
+            }
+            if let SlotState::Loading(r) | SlotState::Resident(r) = state
+                && self.slot_of[r.0 as usize] != Some(slot)
+            {
+                return Some(format!("{slot:?} holds {r:?}, which is in {:?}", self.slot_of[r.0 as usize]));
+            }
+        }
+        if counts != self.shape.partitions || staging != self.shape.staging {
+            return Some(format!("sizes {counts:?} and {staging} staging, of {:?}", self.shape));
+        }
+        let held = self.slots.iter().filter(|s| s.state != SlotState::Free).count();
+        let known = self.slot_of.iter().flatten().count();
+        let ordered: usize = self.partitions.iter().map(|p| p.policy.eviction_order().len()).sum();
+        if held != known || ordered + self.staged.len() != held {
+            return Some(format!(
+                "{held} slots hold {known} records; {ordered} cached, {} staged",
+                self.staged.len()
+            ));
+        }
+        let free: usize = self.partitions.iter().map(|p| p.free.len()).sum();
+        (free + self.staging_free.len() + held != self.slots.len()).then(|| "a slot is lost".to_owned())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::policy::PolicyKind;
+
+    fn r(n: u32) -> RecordIndex {
+        RecordIndex(n)
+    }
+
+    fn pool(shape: PoolShape, records: usize) -> Pool {
+        Pool::new(shape, records, |slots| PolicyKind::Lru.build(slots, records))
+    }
+
+    #[test]
+    fn slots_are_shared_out_evenly_and_never_beyond_a_layers_experts() {
+        assert_eq!(PoolShape::by_layer(10, &[4, 4, 4], 0).partitions, [4, 3, 3]);
+        assert_eq!(PoolShape::by_layer(10, &[8, 1, 8], 0).partitions, [5, 1, 4]);
+        assert_eq!(PoolShape::by_layer(99, &[4, 2], 0).partitions, [4, 2]);
+    }
+
+    #[test]
+    fn promotion_swaps_slots_and_copies_nothing() {
+        let mut p = pool(PoolShape::global(2, 1, 1), 8);
+        let (a, b) = (p.place(0, r(0)).unwrap(), p.place(0, r(1)).unwrap());
+        let s = p.stage(r(2)).unwrap();
+        assert_eq!(p.stage(r(3)), None);
+        assert!(p.promote(0, r(2)));
+        assert_eq!(p.locate(r(2)), Some(Located { slot: s, loading: true, staged: false }));
+        assert_eq!(p.locate(r(0)), None, "the least recent left");
+        assert_eq!(p.stage(r(3)), Some(a), "its slot is the new staging slot");
+        assert_eq!(p.locate(r(1)).unwrap().slot, b);
+        assert_eq!(p.inconsistency(), None);
+    }
+
+    #[test]
+    fn vllm_37190_a_member_of_the_set_is_never_a_victim() {
+        let mut p = pool(PoolShape::global(2, 1, 1), 8);
+        p.place(0, r(0));
+        p.place(0, r(1));
+        p.pin([r(0), r(1), r(2), r(3)]);
+        assert_eq!(p.place(0, r(2)), None);
+        p.stage(r(3));
+        assert!(!p.promote(0, r(3)), "it stays staged");
+        p.unpin([r(1)]);
+        p.place(0, r(2)).unwrap();
+        assert_eq!((p.locate(r(1)), p.locate(r(0)).is_some()), (None, true));
+        assert_eq!(p.inconsistency(), None);
+    }
+
+    proptest! {
+        #[test]
+        fn stays_consistent_under_any_steps(
+            global in any::<bool>(),
+            slots in 1usize..13,
+            staging in 0usize..4,
+            steps in prop::collection::vec((0usize..3, prop::collection::btree_set(0u32..6, 1..7), 0u32..6), 1..80),
+        ) {
+            let shape = if global { PoolShape::global(slots, 3, staging) } else {
+                PoolShape::by_layer(slots.max(3), &[6, 6, 6], staging)
+            };
+            let mut p = pool(shape, 18);
+            for (layer, set, guess) in steps {
+                let set: Vec<_> = set.into_iter().map(|e| r(layer as u32 * 6 + e)).collect();
+                p.pin(set.iter().copied());
+                let before: Vec<_> = set.iter().filter_map(|&x| p.locate(x).map(|l| (x, l.slot))).collect();
+                for &x in &set {
+                    match p.locate(x) {
+                        Some(l) if l.staged => { p.promote(layer, x); }
+                        Some(_) => p.hit(layer, x),
+                        None => if let Some(slot) = p.place(layer, x) { p.arrived(slot) },
+                    }
+                    prop_assert_eq!(p.inconsistency(), None);
+                }
+                for (x, slot) in before {
+                    prop_assert_eq!(p.locate(x).map(|l| l.slot), Some(slot), "a pinned record moved");
+                }
+                p.unpin(set.iter().copied());
+                p.unstage(layer as u32 * 6..layer as u32 * 6 + 6);
+                let next = r(((layer as u32 + 1) % 3) * 6 + guess);
+                if p.locate(next).is_none() {
+                    p.stage(next);
+                }
+                prop_assert_eq!(p.inconsistency(), None);
+            }
+        }
+    }
+}

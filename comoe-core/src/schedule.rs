@@ -1,0 +1,469 @@
+//! One layer's step, in order: union, split, fill, compute hits, compute misses.
+//!
+//! The rules kept here (design rules 1 and 2):
+//! - the whole step set is pinned before any victim is chosen;
+//! - a slot is read only after compute was made to wait for its fill;
+//! - a slot is refilled only after its last reader, and after whatever filled it before;
+//! - all that is missing is enqueued in one batch, before the hits run.
+//!
+//! A set that does not fit its slots is served in waves: a member may leave once its work is enqueued, so that every
+//! record still moves at most once per step.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+
+use candle_core::Tensor;
+
+use crate::backend::{Backend, Fill, Queue, SlotId, Ticket, Work, WorkItem};
+use crate::error::{Error, Result};
+use crate::pool::{Located, Pool};
+use crate::predict::{Predictor, Scored};
+use crate::stats::{CacheStats, LayerStats};
+use crate::store::{Directory, RecordIndex};
+
+/// A record that a step needs, and the assignments it serves.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Need {
+    pub(crate) record: RecordIndex,
+    pub(crate) assignments: Vec<u32>,
+}
+
+impl Need {
+    fn at(self, slot: SlotId) -> WorkItem {
+        WorkItem { record: self.record, slot, assignments: self.assignments }
+    }
+}
+
+/// One layer's step.
+pub(crate) struct Step<'a> {
+    /// Layer ordinal.
+    pub(crate) layer: usize,
+    /// The step set, in order of first use.
+    pub(crate) needs: Vec<Need>,
+    /// `[tokens * top_k]` experts, row-major, for the predictor.
+    pub(crate) choices: &'a [u32],
+    pub(crate) top_k: usize,
+    pub(crate) work: Work<'a>,
+}
+
+/// When the prefetch for the next layer is issued.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+#[non_exhaustive]
+pub enum PrefetchTrigger {
+    /// As soon as the layer's own misses are enqueued.
+    #[default]
+    AfterRouting,
+    /// Once the work of the hits is enqueued.
+    MidLayer,
+    /// Once all of the layer's work is enqueued.
+    EndOfLayer,
+}
+
+/// Rules that a test may drop to see that something catches it.
+#[doc(hidden)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Rules {
+    pub wait_before_read: bool,
+    pub wait_before_refill: bool,
+    pub pin_before_victims: bool,
+    pub fills_before_hits: bool,
+}
+
+impl Default for Rules {
+    fn default() -> Self {
+        Self {
+            wait_before_read: true,
+            wait_before_refill: true,
+            pin_before_victims: true,
+            fills_before_hits: true,
+        }
+    }
+}
+
+pub(crate) struct PrefetchEngine {
+    pub(crate) predictor: Box<dyn Predictor>,
+    pub(crate) trigger: PrefetchTrigger,
+    /// Most records prefetched per layer.
+    pub(crate) width: usize,
+    guesses: Vec<Scored>,
+    /// Layer and choices of the step before, to learn from.
+    previous: Option<(usize, Vec<u32>)>,
+}
+
+impl PrefetchEngine {
+    pub(crate) fn new(predictor: Box<dyn Predictor>, trigger: PrefetchTrigger, width: usize) -> Self {
+        Self { predictor, trigger, width, guesses: Vec::new(), previous: None }
+    }
+
+    fn learn(&mut self, layer: usize, choices: &[u32], top_k: usize) {
+        if let Some((before, from)) = &self.previous
+            && before + 1 == layer
+            && from.len() == choices.len()
+        {
+            for (from, to) in from.chunks(top_k).zip(choices.chunks(top_k)) {
+                self.predictor.observe(*before, from, to);
+            }
+        }
+        let mut buffer = self.previous.take().map_or_else(Vec::new, |(_, buffer)| buffer);
+        buffer.clear();
+        buffer.extend_from_slice(choices);
+        self.previous = Some((layer, buffer));
+    }
+}
+
+/// Tickets of the last write and the last read of a slot.
+#[derive(Debug, Clone, Copy)]
+struct SlotClock {
+    filled: Ticket,
+    read: Ticket,
+}
+
+pub(crate) struct Engine {
+    backend: Box<dyn Backend>,
+    directory: Arc<Directory>,
+    pool: Pool,
+    clocks: Vec<SlotClock>,
+    /// Compute already waits for every ticket up to here, by queue.
+    waited: [u64; 3],
+    prefetch: Option<PrefetchEngine>,
+    stats: CacheStats,
+    rules: Rules,
+    /// Text of the first error: from then on nothing in the slots is trusted.
+    failed: Option<String>,
+}
+
+fn index(queue: Queue) -> usize {
+    match queue {
+        Queue::Compute => 0,
+        Queue::Demand => 1,
+        Queue::Prefetch => 2,
+    }
+}
+
+impl Engine {
+    pub(crate) fn new(
+        mut backend: Box<dyn Backend>,
+        directory: Arc<Directory>,
+        pool: Pool,
+        prefetch: Option<PrefetchEngine>,
+        rules: Rules,
+    ) -> Result<Self> {
+        let slots = pool.shape().slots() + pool.shape().staging;
+        backend.allocate(slots, directory.largest_record())?;
+        let clocks = vec![SlotClock { filled: Ticket::DONE, read: Ticket::DONE }; slots];
+        let mut this = Self {
+            backend,
+            directory,
+            pool,
+            clocks,
+            waited: [0; 3],
+            prefetch,
+            stats: CacheStats::default(),
+            rules,
+            failed: None,
+        };
+        this.reset_stats();
+        Ok(this)
+    }
+
+    pub(crate) fn with_backend<R>(&mut self, f: impl FnOnce(&mut dyn Backend, &Pool) -> R) -> R {
+        f(&mut *self.backend, &self.pool)
+    }
+
+    pub(crate) fn stats(&self) -> CacheStats {
+        let mut stats = self.stats.clone();
+        let (now, then) = (self.backend.transfer_time(), stats.time);
+        stats.time.demand = now.demand.saturating_sub(then.demand);
+        stats.time.prefetch = now.prefetch.saturating_sub(then.prefetch);
+        stats.time.stalled = now.stalled.saturating_sub(then.stalled);
+        stats
+    }
+
+    pub(crate) fn reset_stats(&mut self) {
+        let layers =
+            self.directory.layers().iter().map(|e| LayerStats { layer: e.layer, ..Default::default() });
+        self.stats = CacheStats {
+            slots: self.pool.shape().slots(),
+            staging_slots: self.pool.shape().staging,
+            slot_bytes: self.directory.largest_record(),
+            records: self.directory.len(),
+            layers: layers.collect(),
+            // Times count from here; see `stats`.
+            time: self.backend.transfer_time(),
+            ..Default::default()
+        };
+    }
+
+    /// Runs one layer's step and returns the work's result.
+    pub(crate) fn step(&mut self, step: Step<'_>) -> Result<Tensor> {
+        if let Some(first) = &self.failed {
+            return Err(Error::Stopped { first: first.clone() });
+        }
+        let result = self.try_step(step);
+        if let Err(e) = &result {
+            self.failed = Some(e.to_string());
+        }
+        result
+    }
+
+    fn try_step(&mut self, step: Step<'_>) -> Result<Tensor> {
+        let Step { layer, needs, choices, top_k, work } = step;
+        let set: Vec<RecordIndex> = needs.iter().map(|n| n.record).collect();
+        if self.rules.pin_before_victims {
+            self.pool.pin(set.iter().copied());
+        }
+        let mut split = self.split(layer, needs)?;
+        if self.rules.fills_before_hits {
+            self.send_wave(layer, &mut split)?;
+        }
+        self.prefetch_at(PrefetchTrigger::AfterRouting, layer, choices, top_k)?;
+
+        self.backend.begin(work)?;
+        let waves = !split.missing.is_empty();
+        let mut done = Vec::new();
+        self.run(std::mem::take(&mut split.hits), waves, &mut done)?;
+        self.prefetch_at(PrefetchTrigger::MidLayer, layer, choices, top_k)?;
+        if !split.late.is_empty() && split.in_flight.is_empty() {
+            self.run(std::mem::take(&mut split.late), waves, &mut done)?;
+        }
+        loop {
+            self.send_wave(layer, &mut split)?;
+            let Some((ticket, mut items)) = split.in_flight.pop_front() else { break };
+            self.compute_waits(ticket)?;
+            // Records on their way run with the first misses: one launch, and the link had time to bring both.
+            items.append(&mut split.late);
+            self.run(items, waves, &mut done)?;
+        }
+        self.prefetch_at(PrefetchTrigger::EndOfLayer, layer, choices, top_k)?;
+        let result = self.backend.finish()?;
+
+        if !waves {
+            self.mark_read(&done)?;
+        }
+        self.pool.unpin(set);
+        let entry = &self.directory.layers()[layer];
+        let range = entry.first..entry.first + entry.experts as u32;
+        let record_bytes = entry.record_bytes as u64;
+        for dropped in self.pool.unstage(range) {
+            // What was served from its staging slot, because no cached record could leave, was not wasted.
+            if done.iter().any(|(record, _)| *record == dropped) {
+                continue;
+            }
+            self.stats.prefetch_wasted += 1;
+            self.stats.prefetch_wasted_bytes += record_bytes;
+        }
+        Ok(result)
+    }
+
+    /// Looks every member up, in order, and sorts them by what they still need.
+    fn split(&mut self, layer: usize, needs: Vec<Need>) -> Result<Split> {
+        let mut split = Split::default();
+        for staged in self.pool.staged().to_vec() {
+            if let Some(Located { slot, loading: true, .. }) = self.pool.locate(staged)
+                && self.backend.is_done(self.clocks[slot.0 as usize].filled)?
+            {
+                self.pool.arrived(slot);
+            }
+        }
+        let accesses = needs.len() as u64;
+        let (mut hits, mut late) = (0, 0);
+        for need in needs {
+            match self.pool.locate(need.record) {
+                None => split.missing.push_back(need),
+                Some(located) => {
+                    if located.staged {
+                        self.stats.prefetch_used += 1;
+                        self.pool.promote(layer, need.record);
+                    } else {
+                        self.pool.hit(layer, need.record);
+                    }
+                    if located.loading {
+                        late += 1;
+                        split.late.push(need.at(located.slot));
+                    } else {
+                        hits += 1;
+                        split.hits.push(need.at(located.slot));
+                    }
+                }
+            }
+        }
+        let counts = &mut self.stats.layers[layer];
+        counts.accesses += accesses;
+        counts.hits += hits;
+        counts.misses += accesses - hits;
+        counts.late += late;
+        self.stats.steps += 1;
+        self.stats.steps_with_transfer += u64::from(!split.missing.is_empty());
+        Ok(split)
+    }
+
+    /// Enqueues fills for as many of the missing as may be placed now, as one batch.
+    fn send_wave(&mut self, layer: usize, split: &mut Split) -> Result<()> {
+        if split.missing.is_empty() {
+            return Ok(());
+        }
+        let slots = self.pool.shape().partitions[self.pool.shape().partition_of[layer]];
+        // Half of the slots at a time when all do not fit, so that one wave arrives while another computes.
+        let fits = split.hits.len() + split.late.len() + split.in_flight.len() + split.missing.len() <= slots;
+        let most = if fits && !split.in_waves { usize::MAX } else { slots.div_ceil(2) };
+        split.in_waves |= !fits;
+
+        let (mut items, mut fills) = (Vec::new(), Vec::new());
+        while fills.len() < most
+            && let Some(need) = split.missing.pop_front()
+        {
+            let Some(slot) = self.pool.place(layer, need.record) else {
+                split.missing.push_front(need);
+                break;
+            };
+            fills.push(Fill { record: need.record, slot });
+            items.push(need.at(slot));
+        }
+        if fills.is_empty() {
+            return match split.in_flight.is_empty() && split.hits.is_empty() && split.late.is_empty() {
+                true => Err(Error::TooFewSlots { asked: slots, least: 1 }),
+                false => Ok(()),
+            };
+        }
+        let ticket = self.fill(Queue::Demand, &fills)?;
+        self.stats.transfers += 1;
+        self.stats.records_moved += fills.len() as u64;
+        self.stats.bytes_moved += self.bytes(&fills);
+        split.in_flight.push_back((ticket, items));
+        Ok(())
+    }
+
+    fn bytes(&self, fills: &[Fill]) -> u64 {
+        fills.iter().map(|f| self.directory.record_bytes(f.record) as u64).sum()
+    }
+
+    /// Enqueues a batch behind the last reader and the last writer of every slot in it.
+    fn fill(&mut self, queue: Queue, fills: &[Fill]) -> Result<Ticket> {
+        let mut latest = [0; 3];
+        if self.rules.wait_before_refill {
+            for clock in fills.iter().map(|f| self.clocks[f.slot.0 as usize]) {
+                for ticket in [clock.filled, clock.read] {
+                    let seq = &mut latest[index(ticket.queue)];
+                    *seq = ticket.seq.max(*seq);
+                }
+            }
+        }
+        let queues = [Queue::Compute, Queue::Demand, Queue::Prefetch];
+        let after: Vec<Ticket> = queues
+            .into_iter()
+            .filter(|&q| q != queue && latest[index(q)] > 0)
+            .map(|q| Ticket { queue: q, seq: latest[index(q)] })
+            .collect();
+        let ticket = self.backend.fill(queue, &after, fills)?;
+        fills.iter().for_each(|f| self.clocks[f.slot.0 as usize].filled = ticket);
+        Ok(ticket)
+    }
+
+    fn compute_waits(&mut self, ticket: Ticket) -> Result<()> {
+        let waited = &mut self.waited[index(ticket.queue)];
+        if self.rules.wait_before_read && ticket.seq > *waited {
+            *waited = ticket.seq;
+            self.backend.wait(ticket)?;
+        }
+        Ok(())
+    }
+
+    /// Enqueues the work of `items`. In waves their slots may be refilled from here on.
+    fn run(
+        &mut self,
+        items: Vec<WorkItem>,
+        waves: bool,
+        done: &mut Vec<(RecordIndex, SlotId)>,
+    ) -> Result<()> {
+        if items.is_empty() {
+            return Ok(());
+        }
+        for item in &items {
+            self.compute_waits(self.clocks[item.slot.0 as usize].filled)?;
+            self.pool.arrived(item.slot);
+        }
+        self.backend.run(&items)?;
+        let served: Vec<_> = items.iter().map(|item| (item.record, item.slot)).collect();
+        if waves {
+            self.mark_read(&served)?;
+            self.pool.unpin(served.iter().map(|s| s.0));
+        }
+        done.extend(served);
+        Ok(())
+    }
+
+    fn mark_read(&mut self, served: &[(RecordIndex, SlotId)]) -> Result<()> {
+        let ticket = self.backend.mark()?;
+        served.iter().for_each(|(_, slot)| self.clocks[slot.0 as usize].read = ticket);
+        Ok(())
+    }
+
+    fn prefetch_at(
+        &mut self,
+        point: PrefetchTrigger,
+        layer: usize,
+        choices: &[u32],
+        top_k: usize,
+    ) -> Result<()> {
+        let Some(prefetch) = self.prefetch.as_mut().filter(|p| p.trigger == point) else { return Ok(()) };
+        prefetch.learn(layer, choices, top_k);
+        // A prompt's union is no guide to the next layer's, and its transfers leave the link no idle time.
+        if choices.len() > top_k || layer + 1 >= self.directory.layers().len() {
+            return Ok(());
+        }
+        prefetch.predictor.predict(layer, choices, &mut prefetch.guesses);
+        let next = &self.directory.layers()[layer + 1];
+        let mut fills = Vec::new();
+        for guess in prefetch.guesses.iter().take(prefetch.width) {
+            let record = RecordIndex(next.first + guess.expert);
+            if self.pool.locate(record).is_none()
+                && let Some(slot) = self.pool.stage(record)
+            {
+                fills.push(Fill { record, slot });
+            }
+        }
+        if fills.is_empty() {
+            return Ok(());
+        }
+        self.fill(Queue::Prefetch, &fills)?;
+        self.stats.prefetched += fills.len() as u64;
+        self.stats.prefetched_bytes += self.bytes(&fills);
+        Ok(())
+    }
+
+    /// Compares every resident slot with the store.
+    ///
+    /// # Errors
+    /// [`Error::SlotDiffers`] for the first that differs.
+    pub(crate) fn check_slots(
+        &mut self,
+        read: &dyn Fn(RecordIndex, &mut [u8]) -> Result<()>,
+    ) -> Result<usize> {
+        self.backend.synchronize()?;
+        let (mut have, mut want) = (Vec::new(), Vec::new());
+        let mut checked = 0;
+        for (slot, state) in self.pool.states().collect::<Vec<_>>() {
+            let crate::pool::SlotState::Resident(record) = state else { continue };
+            let bytes = self.directory.record_bytes(record);
+            have.resize(bytes, 0);
+            want.resize(bytes, 0);
+            self.backend.read_slot(slot, &mut have)?;
+            read(record, &mut want)?;
+            if let Some(at) = have.iter().zip(&want).position(|(a, b)| a != b) {
+                return Err(Error::SlotDiffers { id: self.directory.id(record), slot: slot.0, at });
+            }
+            checked += 1;
+        }
+        Ok(checked)
+    }
+}
+
+/// The members of a step, by what they wait for.
+#[derive(Default)]
+struct Split {
+    hits: Vec<WorkItem>,
+    late: Vec<WorkItem>,
+    missing: VecDeque<Need>,
+    in_flight: VecDeque<(Ticket, Vec<WorkItem>)>,
+    in_waves: bool,
+}

@@ -1,0 +1,216 @@
+//! What the cache did: counters, and advice where they look bad.
+
+use std::fmt;
+
+use crate::backend::TransferTime;
+
+/// Counters of one layer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct LayerStats {
+    /// The model's layer number.
+    pub layer: usize,
+    /// Members of step sets.
+    pub accesses: u64,
+    /// Accesses whose record was in a slot when the set became known.
+    pub hits: u64,
+    /// The others. `hits + misses == accesses`.
+    pub misses: u64,
+    /// Misses that were already on their way.
+    pub late: u64,
+}
+
+/// Counters since the cache was built or [`reset`](crate::ExpertCache::reset_stats).
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct CacheStats {
+    /// Slots in all, without staging.
+    pub slots: usize,
+    /// Staging slots, on top.
+    pub staging_slots: usize,
+    /// Bytes of one slot.
+    pub slot_bytes: usize,
+    /// Records in the store.
+    pub records: usize,
+    /// Counters by layer.
+    pub layers: Vec<LayerStats>,
+    /// Layer steps.
+    pub steps: u64,
+    /// Layer steps with at least one record to move.
+    pub steps_with_transfer: u64,
+    /// Demand batches. Equal to `steps_with_transfer` unless a set did not fit the slots.
+    pub transfers: u64,
+    /// Records moved on demand.
+    pub records_moved: u64,
+    /// Bytes moved on demand.
+    pub bytes_moved: u64,
+    /// Records prefetched.
+    pub prefetched: u64,
+    /// Bytes prefetched.
+    pub prefetched_bytes: u64,
+    /// Prefetched records that were used.
+    pub prefetch_used: u64,
+    /// Prefetched records that were dropped unused.
+    pub prefetch_wasted: u64,
+    /// Their bytes.
+    pub prefetch_wasted_bytes: u64,
+    /// Time of transfers, and of waiting for them.
+    pub time: TransferTime,
+}
+
+/// Fewer accesses than this say nothing about a hit rate.
+const ENOUGH_ACCESSES: u64 = 500;
+
+impl CacheStats {
+    fn sum(&self, field: impl Fn(&LayerStats) -> u64) -> u64 {
+        self.layers.iter().map(field).sum()
+    }
+
+    /// Members of step sets, all layers.
+    pub fn accesses(&self) -> u64 {
+        self.sum(|l| l.accesses)
+    }
+
+    /// Accesses found in a slot, all layers.
+    pub fn hits(&self) -> u64 {
+        self.sum(|l| l.hits)
+    }
+
+    /// Accesses not found in a slot, all layers.
+    pub fn misses(&self) -> u64 {
+        self.sum(|l| l.misses)
+    }
+
+    /// Misses that were already on their way, all layers.
+    pub fn late(&self) -> u64 {
+        self.sum(|l| l.late)
+    }
+
+    /// Hits per access, 0 to 1; 1 before the first access.
+    pub fn hit_rate(&self) -> f64 {
+        rate(self.hits(), self.accesses())
+    }
+
+    /// Bytes of all slots, without staging.
+    pub fn pool_bytes(&self) -> u64 {
+        self.slots as u64 * self.slot_bytes as u64
+    }
+
+    /// What looks bad, and what to change.
+    pub fn warnings(&self) -> Vec<String> {
+        let mut warnings = Vec::new();
+        if self.accesses() >= ENOUGH_ACCESSES && self.hit_rate() < 0.5 {
+            warnings.push(format!(
+                "only {:.0} % of {} accesses found their expert in a slot ({} slots for {} experts): give the pool \
+                 more slots, or choose a smaller expert format (int8, int4) so that more experts fit",
+                100.0 * self.hit_rate(),
+                self.accesses(),
+                self.slots,
+                self.records
+            ));
+        }
+        if self.prefetched >= ENOUGH_ACCESSES && self.prefetch_used * 4 < self.prefetched {
+            warnings.push(format!(
+                "only {} of {} prefetched experts were used: turn prefetching off",
+                self.prefetch_used, self.prefetched
+            ));
+        }
+        warnings
+    }
+}
+
+fn rate(part: u64, whole: u64) -> f64 {
+    if whole == 0 { 1.0 } else { part as f64 / whole as f64 }
+}
+
+/// Bytes as people read them: `1.5 MiB`.
+pub fn human_bytes(bytes: u64) -> String {
+    let units = ["B", "KiB", "MiB", "GiB", "TiB"];
+    let mut value = bytes as f64;
+    let mut unit = 0;
+    while value >= 1024.0 && unit + 1 < units.len() {
+        value /= 1024.0;
+        unit += 1;
+    }
+    if unit == 0 { format!("{bytes} B") } else { format!("{value:.1} {}", units[unit]) }
+}
+
+impl fmt::Display for CacheStats {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let ms = |d: std::time::Duration| d.as_secs_f64() * 1e3;
+        writeln!(
+            f,
+            "cache    {} slots of {} ({}) for {} experts, {} staging slots on top",
+            self.slots,
+            human_bytes(self.slot_bytes as u64),
+            human_bytes(self.pool_bytes()),
+            self.records,
+            self.staging_slots
+        )?;
+        writeln!(
+            f,
+            "hits     {:.1} % of {} accesses; {} misses, {} of them already on their way",
+            100.0 * self.hit_rate(),
+            self.accesses(),
+            self.misses(),
+            self.late()
+        )?;
+        let by_layer: Vec<_> = self
+            .layers
+            .iter()
+            .map(|l| format!("{}: {:.0}", l.layer, 100.0 * rate(l.hits, l.accesses)))
+            .collect();
+        writeln!(f, "layers   {} (% hits)", by_layer.join("  "))?;
+        writeln!(
+            f,
+            "moved    {} experts, {} in {} transfers over {} layer steps ({} with a transfer)",
+            self.records_moved,
+            human_bytes(self.bytes_moved),
+            self.transfers,
+            self.steps,
+            self.steps_with_transfer
+        )?;
+        writeln!(
+            f,
+            "prefetch {} experts, {} used, {} wasted ({})",
+            self.prefetched,
+            self.prefetch_used,
+            self.prefetch_wasted,
+            human_bytes(self.prefetch_wasted_bytes)
+        )?;
+        let moving = self.time.demand + self.time.prefetch;
+        write!(
+            f,
+            "time     {:.1} ms of transfers, {:.1} ms of them waited for, {:.1} ms overlapped",
+            ms(moving),
+            ms(self.time.stalled),
+            ms(moving.saturating_sub(self.time.stalled))
+        )
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn stats(hits: u64, misses: u64) -> CacheStats {
+        let layer = LayerStats { layer: 0, accesses: hits + misses, hits, misses, late: 0 };
+        CacheStats { slots: 4, slot_bytes: 1536, records: 64, layers: vec![layer], ..Default::default() }
+    }
+
+    #[test]
+    fn a_low_hit_rate_says_what_to_change_and_a_short_run_says_nothing() {
+        assert!(stats(100, 900).warnings()[0].contains("4 slots for 64 experts"));
+        assert!(stats(600, 400).warnings().is_empty());
+        assert!(stats(1, 9).warnings().is_empty());
+    }
+
+    #[test]
+    fn reads_well() {
+        let text = stats(3, 1).to_string();
+        assert!(
+            text.contains("75.0 % of 4 accesses") && text.contains("4 slots of 1.5 KiB (6.0 KiB)"),
+            "{text}"
+        );
+        assert_eq!(human_bytes(12), "12 B");
+        assert_eq!(human_bytes(3 << 30), "3.0 GiB");
+    }
+}
