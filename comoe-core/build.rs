@@ -25,7 +25,7 @@ fn main() {
 
     let mut command = Command::new(&nvcc);
     // No contraction behind our back: kernels say where they fuse, so every instantiation gives the same bits.
-    command.args(["--fatbin", "-std=c++17", "-O3", "-fmad=false", "-lineinfo", "--Werror=all-warnings", UNIT]);
+    command.args(["--fatbin", "-std=c++17", "-O3", "-fmad=false", "--Werror=all-warnings", UNIT]);
     command.args(["--threads", &env::var("NUM_JOBS").unwrap_or("1".into())]);
     command.args(ARCHS.map(|arch| format!("-gencode=arch=compute_{arch},code=sm_{arch}")));
     command.args(["-gencode=arch=compute_120,code=compute_120", "-o"]).arg(&out);

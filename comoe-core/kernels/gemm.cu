@@ -9,6 +9,19 @@
 
 namespace wmma = nvcuda::wmma;
 
+__device__ __forceinline__ float load_as_float(const void* p, uint32_t dtype, size_t i) {
+    switch (dtype) {
+        case DT_BF16: return __bfloat162float(static_cast<const __nv_bfloat16*>(p)[i]);
+        case DT_F16: return __half2float(static_cast<const __half*>(p)[i]);
+        default: return static_cast<const float*>(p)[i];
+    }
+}
+
+__device__ __forceinline__ float input_at(const Input& in, uint32_t assignment, uint32_t cols, uint32_t col) {
+    const float v = load_as_float(in.data, in.dtype, size_t(assignment / in.per_row) * cols + col);
+    return in.row_weights ? v * in.row_weights[assignment] : v;
+}
+
 template <bool GATE_UP>
 __device__ __forceinline__ void grouped_gemm(const Item* items, const uint32_t* assignments, const Record& rec,
                                              const Input& in, const Activation act, float* out) {

@@ -84,6 +84,73 @@ __device__ __forceinline__ void mma(float (&c)[4], uint32_t a0, uint32_t a1, uin
     }
 }
 
+__device__ __forceinline__ float to_float(float v) { return v; }
+__device__ __forceinline__ float to_float(__nv_bfloat16 v) { return __bfloat162float(v); }
+__device__ __forceinline__ float to_float(__half v) { return __half2float(v); }
+
+// One row of x or h, zero behind its end.
+template <typename E>
+struct Row {
+    const E* data;
+    float weight;
+    uint32_t cols;
+
+    // Columns col .. col + 8, with 16 byte loads where the row allows them.
+    __device__ __forceinline__ void load8(uint32_t col, float (&v)[8]) const {
+        if (reinterpret_cast<uintptr_t>(data) % 16 == 0 && col + 8 <= cols) {
+            constexpr int kLoads = sizeof(E) / 2;
+            uint4 raw[kLoads];
+#pragma unroll
+            for (int i = 0; i < kLoads; i++) raw[i] = reinterpret_cast<const uint4*>(data + col)[i];
+#pragma unroll
+            for (int i = 0; i < 8; i++) v[i] = to_float(reinterpret_cast<const E*>(raw)[i]) * weight;
+        } else {
+#pragma unroll
+            for (int i = 0; i < 8; i++) v[i] = col + i < cols ? to_float(data[col + i]) * weight : 0.f;
+        }
+    }
+};
+
+// Calls `f` with the row of an assignment. h is always F32.
+template <bool ANY_TYPE, typename Fn>
+__device__ __forceinline__ void with_row(const Input& in, uint32_t assignment, uint32_t cols, Fn f) {
+    const size_t at = size_t(assignment / in.per_row) * cols;
+    const float weight = ANY_TYPE && in.row_weights ? in.row_weights[assignment] : 1.f;
+    if (ANY_TYPE && in.dtype == DT_BF16) {
+        f(Row<__nv_bfloat16>{static_cast<const __nv_bfloat16*>(in.data) + at, weight, cols});
+    } else if (ANY_TYPE && in.dtype == DT_F16) {
+        f(Row<__half>{static_cast<const __half*>(in.data) + at, weight, cols});
+    } else {
+        f(Row<float>{static_cast<const float*>(in.data) + at, weight, cols});
+    }
+}
+
+// Eight values as parts that add up to them (times `scale`, where there is one): part i goes to `to + i * stride`.
+template <int F>
+__device__ __forceinline__ void split8(const float (&v)[8], float scale, uint16_t* to, uint32_t stride) {
+    __align__(16) uint16_t part[3][8];
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+        if constexpr (F == BF16) {
+            const __nv_bfloat16 hi = __float2bfloat16_rn(v[i]);
+            const float rest = v[i] - __bfloat162float(hi);
+            const __nv_bfloat16 mid = __float2bfloat16_rn(rest);
+            part[0][i] = __bfloat16_as_ushort(hi);
+            part[1][i] = __bfloat16_as_ushort(mid);
+            part[2][i] = __bfloat16_as_ushort(__float2bfloat16_rn(rest - __bfloat162float(mid)));
+        } else {
+            const float scaled = v[i] * scale;
+            const __half hi = __float2half_rn(scaled);
+            part[0][i] = __half_as_ushort(hi);
+            part[1][i] = __half_as_ushort(__float2half_rn(scaled - __half2float(hi)));
+        }
+    }
+#pragma unroll
+    for (int p = 0; p < Traits<F>::kParts; p++) {
+        *reinterpret_cast<uint4*>(to + p * stride) = *reinterpret_cast<const uint4*>(part[p]);
+    }
+}
+
 // The power of two that brings the greatest magnitude (its bits) to 2^14 .. 2^15.
 __device__ __forceinline__ int prescale_exponent(uint32_t max_bits) {
     if (max_bits == 0) return 0;
@@ -195,11 +262,16 @@ __device__ __forceinline__ void expert_gemv(const Item* items, const uint32_t* a
 #pragma unroll
             for (int t = 0; t < T; t++) {
                 if (t >= tokens) break;
-                const uint32_t a = assignments[item.first + base + t];
                 uint32_t greatest = 0;
-                for (uint32_t k = threadIdx.x; k < cols; k += blockDim.x) {
-                    greatest = max(greatest, __float_as_uint(input_at(in, a, cols, k)) & 0x7fffffffu);
-                }
+                with_row<GATE_UP>(in, assignments[item.first + base + t], cols, [&](const auto row) {
+#pragma unroll 2
+                    for (uint32_t k = 8 * threadIdx.x; k < cols; k += 8 * blockDim.x) {
+                        float v[8];
+                        row.load8(k, v);
+#pragma unroll
+                        for (int i = 0; i < 8; i++) greatest = max(greatest, __float_as_uint(v[i]) & 0x7fffffffu);
+                    }
+                });
                 greatest = __reduce_max_sync(0xffffffffu, greatest);
                 if (lane == 0) maxima[t * warps + warp] = greatest;
             }
@@ -226,25 +298,15 @@ __device__ __forceinline__ void expert_gemv(const Item* items, const uint32_t* a
 #pragma unroll
             for (int t = 0; t < T; t++) {
                 if (t >= tokens) break;
-                const uint32_t a = assignments[item.first + base + t];
                 uint16_t* to = xs + t * kParts * x_stride;
                 const float scale = exp2_int(exponent[t]);
-                for (uint32_t k = threadIdx.x; k < (end - start) * 8 * kCols; k += blockDim.x) {
-                    const float v = first_col + k < cols ? input_at(in, a, cols, first_col + k) : 0.f;
-                    if constexpr (F == BF16) {
-                        const __nv_bfloat16 hi = __float2bfloat16_rn(v);
-                        const float rest = v - __bfloat162float(hi);
-                        const __nv_bfloat16 mid = __float2bfloat16_rn(rest);
-                        to[k] = __bfloat16_as_ushort(hi);
-                        to[x_stride + k] = __bfloat16_as_ushort(mid);
-                        to[2 * x_stride + k] = __bfloat16_as_ushort(__float2bfloat16_rn(rest - __bfloat162float(mid)));
-                    } else {
-                        const float scaled = v * scale;
-                        const __half hi = __float2half_rn(scaled);
-                        to[k] = __half_as_ushort(hi);
-                        to[x_stride + k] = __half_as_ushort(__float2half_rn(scaled - __half2float(hi)));
+                with_row<GATE_UP>(in, assignments[item.first + base + t], cols, [&](const auto row) {
+                    for (uint32_t k = 8 * threadIdx.x; k < (end - start) * 8 * kCols; k += 8 * blockDim.x) {
+                        float v[8];
+                        row.load8(first_col + k, v);
+                        split8<F>(v, scale, to + k, x_stride);
                     }
-                }
+                });
             }
             __syncthreads();
 

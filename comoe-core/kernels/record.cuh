@@ -46,14 +46,6 @@ struct Activation {
     float alpha;
 };
 
-__device__ __forceinline__ float load_as_float(const void* p, uint32_t dtype, size_t i) {
-    switch (dtype) {
-        case DT_BF16: return __bfloat162float(static_cast<const __nv_bfloat16*>(p)[i]);
-        case DT_F16: return __half2float(static_cast<const __half*>(p)[i]);
-        default: return static_cast<const float*>(p)[i];
-    }
-}
-
 // What a matrix is multiplied with.
 struct Input {
     const void* data;           // [rows, cols] of `dtype`
@@ -61,11 +53,6 @@ struct Input {
     uint32_t dtype;
     uint32_t per_row;           // assignments per row: top_k for x, 1 for h
 };
-
-__device__ __forceinline__ float input_at(const Input& in, uint32_t assignment, uint32_t cols, uint32_t col) {
-    const float v = load_as_float(in.data, in.dtype, size_t(assignment / in.per_row) * cols + col);
-    return in.row_weights ? v * in.row_weights[assignment] : v;
-}
 
 __device__ __forceinline__ void store_from_float(void* p, uint32_t dtype, size_t i, float v) {
     switch (dtype) {
@@ -89,3 +76,7 @@ __device__ __forceinline__ float activate(const Activation act, float g, float u
         default: return g / (1.f + expf(-g)) * u;
     }
 }
+
+// As src/backend/cuda/kernels.rs counts them.
+static_assert(sizeof(Item) == 24 && sizeof(Matrix) == 32 && sizeof(Record) == 144, "mirrored structs");
+static_assert(sizeof(Input) == 24 && sizeof(Activation) == 12, "mirrored structs");

@@ -4,7 +4,9 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use candle_core::{DType, Device, Tensor};
 
-use crate::backend::{Backend, BackendInfo, Work, cpu::CpuBackend};
+use crate::backend::cpu::CpuBackend;
+use crate::backend::cuda::CudaOptions;
+use crate::backend::{Backend, BackendInfo, Work};
 use crate::error::{Error, Result};
 use crate::expert::{ExpertId, ExpertLayout, ExpertSpec};
 use crate::policy::PolicyKind;
@@ -160,6 +162,7 @@ pub struct CacheBuilder<S> {
     device: Device,
     options: CacheOptions,
     backend: Option<Box<dyn Backend>>,
+    cuda: CudaOptions,
     rules: Rules,
 }
 
@@ -170,6 +173,7 @@ impl<S> CacheBuilder<S> {
             device: device.clone(),
             options: CacheOptions::default(),
             backend: None,
+            cuda: CudaOptions::default(),
             rules: Rules::default(),
         }
     }
@@ -223,6 +227,12 @@ impl<S> CacheBuilder<S> {
         self
     }
 
+    /// How a GPU is used: page-locking, progress of loading. Other devices do not look at it.
+    pub fn cuda(mut self, options: CudaOptions) -> Self {
+        self.cuda = options;
+        self
+    }
+
     #[doc(hidden)]
     pub fn rules(mut self, rules: Rules) -> Self {
         self.rules = rules;
@@ -230,7 +240,7 @@ impl<S> CacheBuilder<S> {
     }
 
     fn core(self, source: Arc<dyn RecordSource>) -> Result<(Core, S)> {
-        let Self { store, device, options, backend, rules } = self;
+        let Self { store, device, options, backend, cuda, rules } = self;
         let directory = Arc::new(source.directory().clone());
         if directory.is_empty() {
             return Err(Error::NoExperts { what: "the store".to_owned() });
@@ -238,7 +248,7 @@ impl<S> CacheBuilder<S> {
         let layout = options.layout(&directory)?;
         let backend = match backend {
             Some(backend) => backend,
-            None => backend_for(&device, &source)?,
+            None => backend_for(&device, &source, cuda)?,
         };
         let info = backend.info();
         let records = directory.len();
@@ -259,13 +269,19 @@ impl<S> CacheBuilder<S> {
     }
 }
 
-fn backend_for(device: &Device, source: &Arc<dyn RecordSource>) -> Result<Box<dyn Backend>> {
+#[cfg_attr(not(feature = "cuda"), expect(unused_variables, reason = "only GPUs have options"))]
+fn backend_for(
+    device: &Device,
+    source: &Arc<dyn RecordSource>,
+    cuda: CudaOptions,
+) -> Result<Box<dyn Backend>> {
     match device {
         Device::Cpu => Ok(Box::new(CpuBackend::new(source.clone()))),
+        #[cfg(feature = "cuda")]
+        Device::Cuda(gpu) => Ok(Box::new(crate::backend::cuda::CudaBackend::new(gpu, source.clone(), cuda)?)),
         other => Err(Error::Device {
             asked: format!("{:?}", other.location()),
-            reason: "this build of comoe-core has no backend for it: use the CPU, or build with feature cuda"
-                .into(),
+            reason: "this build of comoe-core has no backend for it: use the CPU, or build with feature cuda".into(),
         }),
     }
 }

@@ -5,6 +5,7 @@ mod cache;
 pub mod error;
 pub mod expert;
 pub mod format;
+pub mod machine;
 pub mod policy;
 pub mod pool;
 pub mod predict;
@@ -15,6 +16,7 @@ mod simd;
 pub mod stats;
 pub mod store;
 
+pub use backend::cuda::{CudaOptions, cuda_device, cuda_device_count};
 pub use cache::{CacheBuilder, CacheLayer, CacheOptions, Capacity, ExpertCache, RecordCache, Scope};
 pub use error::{Error, Result};
 pub use expert::{Activation, ExpertId, ExpertLayout, ExpertSpec, WeightOn};

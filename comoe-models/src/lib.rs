@@ -1,1 +1,4 @@
 //! Models.
+
+#[cfg(feature = "cuda")]
+pub mod cuda;

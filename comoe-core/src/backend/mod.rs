@@ -5,6 +5,7 @@
 //! after its fill, refilled after its last reader); a backend just obeys.
 
 pub mod cpu;
+pub mod cuda;
 pub mod sim;
 
 use std::time::Duration;

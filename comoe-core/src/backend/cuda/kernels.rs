@@ -1,0 +1,720 @@
+//! This crate's CUDA kernels (`kernels/*.cu`, one fatbin), with typed launches.
+//!
+//! Everything in device memory is passed by address, so that a slot, a bounce buffer and page-locked host memory are
+//! the same to a kernel. A launch enqueues on the stream it is given and waits for nothing.
+
+use std::sync::Arc;
+
+use candle_core::DType;
+use cudarc::driver::{
+    CudaContext, CudaFunction, CudaStream, DeviceRepr, DriverError, LaunchConfig, PushKernelArg,
+    ValidAsZeroBits, sys,
+};
+use cudarc::nvrtc::Ptx;
+
+use crate::error::{Error, Result};
+use crate::expert::{Activation, ExpertLayout, MatrixLayout};
+use crate::format::ExpertFormat;
+
+static FATBIN: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/kernels.fatbin"));
+
+/// Shared memory for x in one block of a GEMV; what is longer is cut into segments.
+const X_BYTES: usize = 40 << 10;
+
+/// One record of a launch, as the kernels read it from device memory.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct DeviceItem {
+    /// Address of the record: a slot, or page-locked host memory.
+    pub src: u64,
+    /// 0, or the address of a slot that [`Kernels::gate_up`] and [`Kernels::down`] together fill with the record's
+    /// bytes as they read them.
+    pub dst: u64,
+    /// First of its assignments in the launch's list.
+    pub first: u32,
+    /// How many assignments it serves; 0 skips the item.
+    pub count: u32,
+}
+
+// SAFETY: plain integers without padding, mirrored by `struct Item` in kernels/record.cuh.
+unsafe impl DeviceRepr for DeviceItem {}
+// SAFETY: all zeros is an item to be skipped.
+unsafe impl ValidAsZeroBits for DeviceItem {}
+
+/// The records that a launch reads.
+#[derive(Debug, Clone, Copy)]
+pub struct Items<'a> {
+    /// Where the parts of every record lie.
+    pub layout: &'a ExpertLayout,
+    /// Device address of `[len]` [`DeviceItem`]s.
+    pub items: u64,
+    /// Items, those with count 0 included.
+    pub len: usize,
+    /// Device address of the list of assignments, u32 each.
+    pub assignments: u64,
+    /// No item serves more assignments than this. It chooses the kernel, never the result.
+    pub most: usize,
+}
+
+/// Arguments of [`Kernels::gate_up`] and [`Kernels::gemm_gate_up`].
+#[derive(Debug, Clone, Copy)]
+pub struct GateUpArgs<'a> {
+    /// The records.
+    pub items: Items<'a>,
+    /// The gate's non-linearity.
+    pub activation: Activation,
+    /// Device address of x `[tokens, hidden]`.
+    pub x: u64,
+    /// F32, BF16 or F16.
+    pub x_dtype: DType,
+    /// Experts per token: assignment `a` reads row `a / top_k` of x.
+    pub top_k: usize,
+    /// Device address of `[assignments]` F32 weights that x is multiplied with first, or 0.
+    pub input_weights: u64,
+    /// Device address of the result `[assignments, intermediate]`, F32.
+    pub h: u64,
+}
+
+/// Arguments of [`Kernels::down`] and [`Kernels::gemm_down`].
+#[derive(Debug, Clone, Copy)]
+pub struct DownArgs<'a> {
+    /// The records.
+    pub items: Items<'a>,
+    /// Device address of `[assignments, intermediate]`, F32.
+    pub h: u64,
+    /// Device address of the result `[assignments, hidden]`, F32.
+    pub partial: u64,
+}
+
+/// Arguments of [`Kernels::combine`].
+#[derive(Debug, Clone, Copy)]
+pub struct CombineArgs {
+    /// Device address of `[tokens * top_k, hidden]`, F32.
+    pub partial: u64,
+    /// Device address of `[tokens * top_k]` F32 weights, or 0: all ones.
+    pub weights: u64,
+    /// Rows of the result.
+    pub tokens: usize,
+    /// Experts per token.
+    pub top_k: usize,
+    /// Columns of the result.
+    pub hidden: usize,
+    /// F32, BF16 or F16.
+    pub y_dtype: DType,
+    /// Device address of the result `[tokens, hidden]`.
+    pub y: u64,
+}
+
+/// Arguments of [`Kernels::dequant`].
+#[derive(Debug, Clone, Copy)]
+pub struct DequantArgs<'a> {
+    /// Layout at `src`, of any format.
+    pub from: &'a ExpertLayout,
+    /// Layout at `dst`: the same expert in BF16.
+    pub to: &'a ExpertLayout,
+    /// Device address of `[len]` [`DeviceItem`]s; those with `dst` 0 are skipped, assignments are not looked at.
+    pub items: u64,
+    /// Items.
+    pub len: usize,
+}
+
+/// Arguments of [`Kernels::gather`].
+#[derive(Debug, Clone, Copy)]
+pub struct GatherArgs {
+    /// Device address of `[len]` [`DeviceItem`]s.
+    pub items: u64,
+    /// Items.
+    pub len: usize,
+    /// Device address of the list of assignments, u32 each.
+    pub assignments: u64,
+    /// Bytes that are taken of every record, from its start.
+    pub bytes: usize,
+    /// Device address of the result `[assignments, bytes]`, aligned to 16 bytes.
+    pub out: u64,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct Matrix {
+    weights: u64,
+    scales: u64,
+    rows: u32,
+    cols: u32,
+    row_bytes: u32,
+    scale_row_bytes: u32,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct Record {
+    gate: Matrix,
+    up: Matrix,
+    down: Matrix,
+    gate_bias: u64,
+    up_bias: u64,
+    down_bias: u64,
+    tail: u64,
+    bytes: u64,
+    has_bias: u32,
+    group_shift: u32,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct Input {
+    data: u64,
+    row_weights: u64,
+    dtype: u32,
+    per_row: u32,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct Act {
+    kind: u32,
+    limit: f32,
+    alpha: f32,
+}
+
+// SAFETY: plain numbers without padding, mirrored field by field in kernels/record.cuh.
+unsafe impl DeviceRepr for Record {}
+// SAFETY: as above.
+unsafe impl DeviceRepr for Input {}
+// SAFETY: as above.
+unsafe impl DeviceRepr for Act {}
+
+impl Record {
+    fn new(l: &ExpertLayout) -> Self {
+        let matrix = |m: &MatrixLayout| Matrix {
+            weights: m.weights as u64,
+            scales: m.scales as u64,
+            rows: m.rows as u32,
+            cols: m.cols as u32,
+            row_bytes: m.row_bytes as u32,
+            scale_row_bytes: m.scale_row_bytes as u32,
+        };
+        let tail = match l.format {
+            ExpertFormat::Bf16 => l.down.weights + l.down.rows * l.down.row_bytes,
+            _ => l.down.scales + l.down.rows * l.down.scale_row_bytes,
+        };
+        Self {
+            gate: matrix(&l.gate),
+            up: matrix(&l.up),
+            down: matrix(&l.down),
+            gate_bias: l.bias.map_or(0, |b| b.gate as u64),
+            up_bias: l.bias.map_or(0, |b| b.up as u64),
+            down_bias: l.bias.map_or(0, |b| b.down as u64),
+            tail: tail as u64,
+            bytes: l.record_bytes as u64,
+            has_bias: l.bias.is_some().into(),
+            group_shift: l.format.group().map_or(0, usize::ilog2),
+        }
+    }
+}
+
+impl Act {
+    fn new(activation: Activation) -> Self {
+        match activation {
+            Activation::Silu => Self { kind: 0, limit: 0.0, alpha: 0.0 },
+            Activation::GeluTanh => Self { kind: 1, limit: 0.0, alpha: 0.0 },
+            Activation::SwigluClamped { limit, alpha } => Self { kind: 2, limit, alpha },
+        }
+    }
+}
+
+/// The number by which the kernels know an element type.
+fn dtype_code(what: &'static str, dtype: DType) -> Result<u32> {
+    match dtype {
+        DType::F32 => Ok(0),
+        DType::BF16 => Ok(1),
+        DType::F16 => Ok(2),
+        other => {
+            Err(Error::BadArgument { what, reason: format!("expected F32, BF16 or F16, found {other:?}") })
+        }
+    }
+}
+
+/// A grid's second and third extent end at 65,535.
+fn grid_extent(what: &'static str, n: usize) -> Result<u32> {
+    match u32::try_from(n) {
+        Ok(n) if n <= 65_535 => Ok(n),
+        _ => Err(Error::BadArgument {
+            what,
+            reason: format!("{n} are too many for one launch (65535); split the step"),
+        }),
+    }
+}
+
+/// How a GEMV's block is cut. A function of the matrix's shape and format alone, except for `segment`, which changes
+/// no sum.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Cut {
+    warps: usize,
+    segment: usize,
+    shared_bytes: usize,
+}
+
+impl Cut {
+    /// For `tokens` tokens a pass, with at most `most_warps` warps.
+    fn new(format: ExpertFormat, m: &MatrixLayout, tokens: usize, most_warps: usize) -> Self {
+        let (chunk_cols, parts) = match format {
+            ExpertFormat::Bf16 => (8, 3),
+            ExpertFormat::Int8 { .. } => (16, 2),
+            ExpertFormat::Int4 { .. } => (32, 2),
+        };
+        let steps = m.row_bytes.div_ceil(128).max(1);
+        // Few idle warps in the last round; of equals, more warps.
+        let least = most_warps.div_ceil(2).min(steps);
+        let warps = (least..=most_warps.min(steps)).rev().min_by_key(|&w| steps.div_ceil(w) * w).unwrap_or(1);
+        let step_bytes = tokens * parts * 2 * 8 * chunk_cols;
+        let segment = (X_BYTES / step_bytes / warps).clamp(1, steps.div_ceil(warps)) * warps;
+        let x = tokens * parts * 2 * (segment * 8 * chunk_cols + 8);
+        let scales = if m.scale_row_bytes == 0 { 0 } else { 32 * (m.scale_row_bytes + 16) };
+        let sums = warps * tokens * 32 * 4 + warps * tokens * 4;
+        Self { warps, segment, shared_bytes: x + scales + sums }
+    }
+}
+
+/// One kernel for one token a pass, one for [`Gemv::MANY`].
+struct Gemv {
+    one: CudaFunction,
+    many: CudaFunction,
+}
+
+impl Gemv {
+    const MANY: usize = 4;
+}
+
+/// The kernels of one GPU, loaded once.
+pub struct Kernels {
+    ordinal: usize,
+    shared_limit: usize,
+    most_warps: usize,
+    gate_up: [Gemv; 3],
+    down: [Gemv; 3],
+    dequant: [CudaFunction; 3],
+    gemm_gate_up: CudaFunction,
+    gemm_down: CudaFunction,
+    combine: CudaFunction,
+    gather: CudaFunction,
+}
+
+fn format_index(format: ExpertFormat) -> usize {
+    match format {
+        ExpertFormat::Bf16 => 0,
+        ExpertFormat::Int8 { .. } => 1,
+        ExpertFormat::Int4 { .. } => 2,
+    }
+}
+
+fn load_error(ctx: &CudaContext, error: DriverError) -> Error {
+    use sys::CUresult as R;
+    let reason = match error.0 {
+        R::CUDA_ERROR_NO_BINARY_FOR_GPU | R::CUDA_ERROR_INVALID_IMAGE => {
+            let (major, minor) = ctx.compute_capability().unwrap_or((0, 0));
+            format!(
+                "this build has no kernels for compute capability {major}.{minor}; CoMoE runs on 8.0 (Ampere) and later"
+            )
+        }
+        R::CUDA_ERROR_UNSUPPORTED_PTX_VERSION | R::CUDA_ERROR_INVALID_PTX => {
+            "the driver is older than this build's CUDA and cannot compile its kernels for this GPU: update the driver"
+                .to_owned()
+        }
+        _ => format!("loading the kernels failed: {error}"),
+    };
+    Error::Device { asked: format!("cuda:{}", ctx.ordinal()), reason }
+}
+
+impl Kernels {
+    /// Loads the kernels into `ctx`'s GPU.
+    ///
+    /// # Errors
+    /// [`Error::Device`] when this build has no kernels for the GPU, or its driver is too old for them.
+    pub fn load(ctx: &Arc<CudaContext>) -> Result<Self> {
+        let fail = |error| load_error(ctx, error);
+        let module = ctx.load_module(Ptx::from_binary(FATBIN.to_vec())).map_err(fail)?;
+        let shared_limit = ctx
+            .attribute(sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)
+            .map_err(fail)?;
+        let function = |name: &str| module.load_function(name).map_err(fail);
+        let one = |kind: &str, format: &str, tokens: usize| {
+            let f = function(&format!("{kind}_{format}_t{tokens}"))?;
+            f.set_attribute(
+                sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
+                shared_limit,
+            )
+            .map_err(fail)?;
+            Ok::<_, Error>(f)
+        };
+        let gemv = |kind: &str, format: &str| {
+            Ok::<_, Error>(Gemv { one: one(kind, format, 1)?, many: one(kind, format, Gemv::MANY)? })
+        };
+        Ok(Self {
+            ordinal: ctx.ordinal(),
+            shared_limit: shared_limit as usize,
+            most_warps: 4,
+            gate_up: [gemv("gate_up", "bf16")?, gemv("gate_up", "int8")?, gemv("gate_up", "int4")?],
+            down: [gemv("down", "bf16")?, gemv("down", "int8")?, gemv("down", "int4")?],
+            dequant: [function("dequant_bf16")?, function("dequant_int8")?, function("dequant_int4")?],
+            gemm_gate_up: function("gemm_gate_up")?,
+            gemm_down: function("gemm_down")?,
+            combine: function("combine")?,
+            gather: function("gather")?,
+        })
+    }
+
+    /// Sets the most warps of a GEMV's block (1 to 8; 4 at first), for tuning: results change in their last bits, so
+    /// it is set before the first launch or never.
+    #[doc(hidden)]
+    pub fn set_most_warps(&mut self, warps: usize) {
+        self.most_warps = warps.clamp(1, 8);
+    }
+
+    fn launch_error(&self, what: &str, error: DriverError) -> Error {
+        Error::Device {
+            asked: format!("cuda:{}", self.ordinal),
+            reason: format!("launching the kernel {what} failed: {error}"),
+        }
+    }
+
+    /// Enqueues `h[a] = act(gate x) * (up x)` for every assignment of every item, reading each record once for up to
+    /// four assignments and from its `dst`, where it has one, for more.
+    ///
+    /// A result depends on its record, its row of x and the layout alone: not on the other items or assignments, nor
+    /// on where the record lies.
+    ///
+    /// # Errors
+    /// [`Error::BadArgument`] for a dtype or shape that the kernel cannot do, [`Error::Device`] when the launch fails.
+    ///
+    /// # Safety
+    /// Every address in `args` and in the items must be valid on the stream's GPU, for the sizes documented, until the
+    /// kernel is done; records are aligned to 16 bytes; assignments are below the rows of h; no two items share a
+    /// `dst`, and no `dst` is another item's `src`.
+    pub unsafe fn gate_up(&self, stream: &Arc<CudaStream>, args: &GateUpArgs<'_>) -> Result<()> {
+        let layout = args.items.layout;
+        let input = self.x_input(args)?;
+        let kernel = &self.gate_up[format_index(layout.format)];
+        let blocks = layout.gate.rows.div_ceil(16);
+        // SAFETY: the caller keeps this function's contract.
+        unsafe {
+            self.gemv(
+                "gate_up",
+                stream,
+                kernel,
+                &args.items,
+                &layout.gate,
+                blocks,
+                input,
+                args.activation,
+                args.h,
+            )
+        }
+    }
+
+    /// Enqueues `partial[a] = down h[a]` (plus its bias) for every assignment of every item.
+    ///
+    /// # Errors
+    /// As [`Kernels::gate_up`].
+    ///
+    /// # Safety
+    /// As [`Kernels::gate_up`].
+    pub unsafe fn down(&self, stream: &Arc<CudaStream>, args: &DownArgs<'_>) -> Result<()> {
+        let layout = args.items.layout;
+        let input = Input { data: args.h, row_weights: 0, dtype: 0, per_row: 1 };
+        let kernel = &self.down[format_index(layout.format)];
+        let blocks = layout.down.rows.div_ceil(32);
+        // SAFETY: the caller keeps this function's contract.
+        unsafe {
+            self.gemv(
+                "down",
+                stream,
+                kernel,
+                &args.items,
+                &layout.down,
+                blocks,
+                input,
+                Activation::Silu,
+                args.partial,
+            )
+        }
+    }
+
+    fn x_input(&self, args: &GateUpArgs<'_>) -> Result<Input> {
+        let dtype = dtype_code("x", args.x_dtype)?;
+        if args.top_k == 0 {
+            return Err(Error::BadArgument {
+                what: "top_k",
+                reason: "expected at least 1, found 0".to_owned(),
+            });
+        }
+        Ok(Input { data: args.x, row_weights: args.input_weights, dtype, per_row: args.top_k as u32 })
+    }
+
+    #[expect(clippy::too_many_arguments, reason = "one place for the two GEMVs, private")]
+    unsafe fn gemv(
+        &self,
+        what: &'static str,
+        stream: &Arc<CudaStream>,
+        kernel: &Gemv,
+        items: &Items<'_>,
+        matrix: &MatrixLayout,
+        blocks: usize,
+        input: Input,
+        activation: Activation,
+        out: u64,
+    ) -> Result<()> {
+        if items.len == 0 || items.most == 0 {
+            return Ok(());
+        }
+        let (function, tokens) = if items.most == 1 { (&kernel.one, 1) } else { (&kernel.many, Gemv::MANY) };
+        let cut = Cut::new(items.layout.format, matrix, tokens, self.most_warps);
+        if cut.shared_bytes > self.shared_limit {
+            let reason = format!(
+                "rows of {} columns need {} bytes of shared memory, this GPU has {}",
+                matrix.cols, cut.shared_bytes, self.shared_limit
+            );
+            return Err(Error::BadArgument { what: "expert shape", reason });
+        }
+        let config = LaunchConfig {
+            grid_dim: (blocks as u32, grid_extent("items", items.len)?, 1),
+            block_dim: (32 * cut.warps as u32, 1, 1),
+            shared_mem_bytes: cut.shared_bytes as u32,
+        };
+        let (record, act, segment) = (Record::new(items.layout), Act::new(activation), cut.segment as u32);
+        let mut launch = stream.launch_builder(function);
+        launch
+            .arg(&items.items)
+            .arg(&items.assignments)
+            .arg(&record)
+            .arg(&input)
+            .arg(&act)
+            .arg(&segment)
+            .arg(&out);
+        // SAFETY: types and order are those of GEMV in kernels/gemv.cu; the addresses are the caller's promise.
+        unsafe { launch.launch(config) }.map_err(|error| self.launch_error(what, error))?;
+        Ok(())
+    }
+
+    fn check_bf16(layout: &ExpertLayout) -> Result<()> {
+        match layout.format {
+            ExpertFormat::Bf16 => Ok(()),
+            other => {
+                let reason = format!("expected bf16 records (dequantise first), found {other}");
+                Err(Error::BadArgument { what: "expert format", reason })
+            }
+        }
+    }
+
+    /// As [`Kernels::gate_up`] over BF16 records, as a grouped GEMM for many tokens: x is rounded to BF16, `dst` is not
+    /// written.
+    ///
+    /// # Errors
+    /// As [`Kernels::gate_up`]; [`Error::BadArgument`] for records of another format.
+    ///
+    /// # Safety
+    /// As [`Kernels::gate_up`].
+    pub unsafe fn gemm_gate_up(&self, stream: &Arc<CudaStream>, args: &GateUpArgs<'_>) -> Result<()> {
+        let input = self.x_input(args)?;
+        let blocks = args.items.layout.gate.rows.div_ceil(32);
+        // SAFETY: the caller keeps this function's contract.
+        unsafe {
+            self.gemm(
+                "gemm_gate_up",
+                stream,
+                &self.gemm_gate_up,
+                &args.items,
+                blocks,
+                input,
+                args.activation,
+                args.h,
+            )
+        }
+    }
+
+    /// As [`Kernels::down`] over BF16 records, as a grouped GEMM for many tokens: h is rounded to BF16, `dst` is not
+    /// written.
+    ///
+    /// # Errors
+    /// As [`Kernels::gemm_gate_up`].
+    ///
+    /// # Safety
+    /// As [`Kernels::gate_up`].
+    pub unsafe fn gemm_down(&self, stream: &Arc<CudaStream>, args: &DownArgs<'_>) -> Result<()> {
+        let input = Input { data: args.h, row_weights: 0, dtype: 0, per_row: 1 };
+        let blocks = args.items.layout.down.rows.div_ceil(64);
+        // SAFETY: the caller keeps this function's contract.
+        unsafe {
+            self.gemm(
+                "gemm_down",
+                stream,
+                &self.gemm_down,
+                &args.items,
+                blocks,
+                input,
+                Activation::Silu,
+                args.partial,
+            )
+        }
+    }
+
+    #[expect(clippy::too_many_arguments, reason = "one place for the two GEMMs, private")]
+    unsafe fn gemm(
+        &self,
+        what: &'static str,
+        stream: &Arc<CudaStream>,
+        function: &CudaFunction,
+        items: &Items<'_>,
+        blocks: usize,
+        input: Input,
+        activation: Activation,
+        out: u64,
+    ) -> Result<()> {
+        Self::check_bf16(items.layout)?;
+        if items.len == 0 || items.most == 0 {
+            return Ok(());
+        }
+        let config = LaunchConfig {
+            grid_dim: (
+                blocks as u32,
+                grid_extent("assignments of one expert / 64", items.most.div_ceil(64))?,
+                grid_extent("items", items.len)?,
+            ),
+            block_dim: (128, 1, 1),
+            shared_mem_bytes: 0,
+        };
+        let (record, act) = (Record::new(items.layout), Act::new(activation));
+        let mut launch = stream.launch_builder(function);
+        launch.arg(&items.items).arg(&items.assignments).arg(&record).arg(&input).arg(&act).arg(&out);
+        // SAFETY: types and order are those of kernels/gemm.cu; the addresses are the caller's promise.
+        unsafe { launch.launch(config) }.map_err(|error| self.launch_error(what, error))?;
+        Ok(())
+    }
+
+    /// Enqueues dequantisation on load: every item's record becomes a BF16 record at its `dst`, padding and biases
+    /// included.
+    ///
+    /// # Errors
+    /// [`Error::BadArgument`] when `to` is not the BF16 layout of the same expert, [`Error::Device`] when the launch
+    /// fails.
+    ///
+    /// # Safety
+    /// Items, sources and destinations must be valid on the stream's GPU until the kernel is done, and not overlap.
+    pub unsafe fn dequant(&self, stream: &Arc<CudaStream>, args: &DequantArgs<'_>) -> Result<()> {
+        Self::check_bf16(args.to)?;
+        let shape = |l: &ExpertLayout| (l.down.rows, l.down.cols, l.bias.is_some());
+        if shape(args.from) != shape(args.to) {
+            let reason = format!(
+                "expected the same (hidden, intermediate, bias), found {:?} and {:?}",
+                shape(args.from),
+                shape(args.to)
+            );
+            return Err(Error::BadArgument { what: "expert layout", reason });
+        }
+        if args.len == 0 {
+            return Ok(());
+        }
+        let rows = 2 * args.from.gate.rows + args.from.down.rows + 1;
+        let config = LaunchConfig {
+            grid_dim: (rows as u32, grid_extent("items", args.len)?, 1),
+            block_dim: (128, 1, 1),
+            shared_mem_bytes: 0,
+        };
+        let (from, to) = (Record::new(args.from), Record::new(args.to));
+        let mut launch = stream.launch_builder(&self.dequant[format_index(args.from.format)]);
+        launch.arg(&args.items).arg(&from).arg(&to);
+        // SAFETY: types and order are those of kernels/dequant.cu; the addresses are the caller's promise.
+        unsafe { launch.launch(config) }.map_err(|error| self.launch_error("dequant", error))?;
+        Ok(())
+    }
+
+    /// Enqueues `y[t] = sum over j, in order, of weights[t, j] * partial[t, j]`.
+    ///
+    /// # Errors
+    /// [`Error::BadArgument`] for another dtype, [`Error::Device`] when the launch fails.
+    ///
+    /// # Safety
+    /// Every address must be valid on the stream's GPU for the sizes documented until the kernel is done.
+    pub unsafe fn combine(&self, stream: &Arc<CudaStream>, args: &CombineArgs) -> Result<()> {
+        let dtype = dtype_code("y", args.y_dtype)?;
+        if args.tokens == 0 || args.hidden == 0 {
+            return Ok(());
+        }
+        let config = LaunchConfig {
+            grid_dim: (args.hidden.div_ceil(256) as u32, grid_extent("tokens", args.tokens)?, 1),
+            block_dim: (256, 1, 1),
+            shared_mem_bytes: 0,
+        };
+        let (top_k, hidden) = (args.top_k as u32, args.hidden as u32);
+        let mut launch = stream.launch_builder(&self.combine);
+        launch.arg(&args.partial).arg(&args.weights).arg(&top_k).arg(&hidden).arg(&dtype).arg(&args.y);
+        // SAFETY: types and order are those of kernels/combine.cu; the addresses are the caller's promise.
+        unsafe { launch.launch(config) }.map_err(|error| self.launch_error("combine", error))?;
+        Ok(())
+    }
+
+    /// Enqueues `out[a] = the first bytes of the record of assignment a`.
+    ///
+    /// # Errors
+    /// [`Error::BadArgument`] for too many items, [`Error::Device`] when the launch fails.
+    ///
+    /// # Safety
+    /// Every address must be valid on the stream's GPU for the sizes documented until the kernel is done.
+    pub unsafe fn gather(&self, stream: &Arc<CudaStream>, args: &GatherArgs) -> Result<()> {
+        if args.len == 0 || args.bytes == 0 {
+            return Ok(());
+        }
+        let config = LaunchConfig {
+            grid_dim: (args.bytes.div_ceil(4096) as u32, grid_extent("items", args.len)?, 1),
+            block_dim: (256, 1, 1),
+            shared_mem_bytes: 0,
+        };
+        let bytes = args.bytes as u64;
+        let mut launch = stream.launch_builder(&self.gather);
+        launch.arg(&args.items).arg(&args.assignments).arg(&bytes).arg(&args.out);
+        // SAFETY: types and order are those of kernels/combine.cu; the addresses are the caller's promise.
+        unsafe { launch.launch(config) }.map_err(|error| self.launch_error("gather", error))?;
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::expert::ExpertSpec;
+
+    #[test]
+    fn a_gemv_is_cut_by_shape_and_fits_every_gpu() {
+        for format in ExpertFormat::all_for_tests() {
+            for (hidden, intermediate) in
+                [(2048, 768), (2880, 2880), (4096, 14336), (704, 1408), (16, 20), (1, 1)]
+            {
+                let layout = ExpertLayout::new(&ExpertSpec::swiglu(hidden, intermediate), format);
+                for m in [&layout.gate, &layout.down] {
+                    for most in [1, 2, 4, 8] {
+                        let (one, many) =
+                            (Cut::new(format, m, 1, most), Cut::new(format, m, Gemv::MANY, most));
+                        assert_eq!(one.warps, many.warps, "{format} {hidden}x{intermediate}");
+                        for cut in [one, many] {
+                            assert_eq!(cut.segment % cut.warps, 0);
+                            assert!(cut.segment > 0 && cut.warps <= most);
+                            // 99 KiB is the least of the supported generations.
+                            assert!(cut.shared_bytes <= 99 << 10, "{format} {hidden}x{intermediate} {cut:?}");
+                        }
+                    }
+                }
+            }
+        }
+        let qwen = ExpertLayout::new(&ExpertSpec::swiglu(2048, 768), ExpertFormat::INT4);
+        assert_eq!(Cut::new(qwen.format, &qwen.gate, 1, 4).warps, 4);
+        assert_eq!(Cut::new(qwen.format, &qwen.down, 1, 4).warps, 3);
+    }
+
+    #[test]
+    fn structs_are_as_long_as_on_the_device() {
+        assert_eq!(size_of::<DeviceItem>(), 24);
+        assert_eq!(size_of::<Matrix>(), 32);
+        assert_eq!(size_of::<Record>(), 3 * 32 + 5 * 8 + 2 * 4);
+        assert_eq!(size_of::<Input>(), 24);
+        assert_eq!(size_of::<Act>(), 12);
+    }
+}

@@ -1,0 +1,9 @@
+//! Every test that needs a GPU, in one executable that can be carried to a machine with one:
+//!
+//!     cargo test --release -p comoe-core --features cuda --test gpu --no-run
+//!     gpu --ignored --test-threads 1 --nocapture
+#![cfg(feature = "cuda")]
+
+mod case;
+mod kernels;
+mod timing;
