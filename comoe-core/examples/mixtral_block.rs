@@ -42,7 +42,8 @@ impl<'a> MoeBlock<'a> {
 
 /// What the block computes, written with candle's own operations over all experts.
 fn reference(weights: &HashMap<String, Tensor>, x: &Tensor) -> Result<Tensor> {
-    let w = |name: &str| weights[&format!("model.layers.0.block_sparse_moe.{name}.weight")].to_dtype(DType::F32);
+    let w =
+        |name: &str| weights[&format!("model.layers.0.block_sparse_moe.{name}.weight")].to_dtype(DType::F32);
     let probabilities = candle_nn::ops::softmax_last_dim(&x.matmul(&w("gate")?.t()?)?)?;
     let sorted = probabilities.arg_sort_last_dim(false)?.to_vec2::<u32>()?;
     let probabilities = probabilities.to_vec2::<f32>()?;
@@ -88,7 +89,8 @@ fn main() -> comoe_core::Result<()> {
     let mut worst = 0f32;
     for _ in 0..64 {
         let x = Tensor::randn(0f32, 1.0, (3, HIDDEN), &device)?;
-        let difference = (block.forward(&x)? - reference(&weights, &x)?)?.abs()?.max_all()?.to_scalar::<f32>()?;
+        let difference =
+            (block.forward(&x)? - reference(&weights, &x)?)?.abs()?.max_all()?.to_scalar::<f32>()?;
         worst = worst.max(difference);
     }
     println!("{}", cache.stats());

@@ -38,6 +38,53 @@ pub enum Error {
         reason: String,
     },
 
+    /// A file ends before what its header promises.
+    #[error(
+        "{} is truncated: its header promises {promised} bytes or more, it has {found}; download it again",
+        path.display()
+    )]
+    TruncatedFile {
+        /// The file.
+        path: PathBuf,
+        /// Bytes that the header promises, as far as it can be read.
+        promised: u64,
+        /// Bytes that are there.
+        found: u64,
+    },
+
+    /// A checkpoint's index names a shard that is not there.
+    #[error("{}: not found, but {} lists it; download the missing file", shard.display(), index.display())]
+    MissingShard {
+        /// The index file.
+        index: PathBuf,
+        /// The shard that it names.
+        shard: PathBuf,
+    },
+
+    /// A packed store of a version that this build does not read.
+    #[error(
+        "{}: packed store of version {found}, this build reads {known}; update comoe, or delete the file and \
+         convert the model again",
+        path.display()
+    )]
+    PackedVersion {
+        /// The file.
+        path: PathBuf,
+        /// Its version.
+        found: String,
+        /// The version that this build reads.
+        known: u32,
+    },
+
+    /// A tensor that looks like part of an expert, but is none that the naming table knows.
+    #[error("tensor {name:?} looks like part of an expert, but is not known; known are {known}")]
+    UnknownExpertTensor {
+        /// The tensor's name in the checkpoint.
+        name: String,
+        /// The names that are known.
+        known: String,
+    },
+
     /// A tensor is missing, or has the wrong shape or dtype.
     #[error("tensor {name:?}: {reason}")]
     BadTensor {

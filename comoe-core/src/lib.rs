@@ -15,6 +15,7 @@ mod schedule_tests;
 mod simd;
 pub mod stats;
 pub mod store;
+mod sys;
 
 pub use backend::cuda::{CudaOptions, cuda_device, cuda_device_count};
 pub use cache::{CacheBuilder, CacheLayer, CacheOptions, Capacity, ExpertCache, RecordCache, Scope};

@@ -93,8 +93,16 @@ impl Directory {
     /// # Panics
     /// When `record` is not of this directory.
     pub fn entry(&self, record: RecordIndex) -> &LayerEntry {
+        &self.layers[self.ordinal_of(record)]
+    }
+
+    /// Position in [`Self::layers`] of the entry that holds `record`.
+    ///
+    /// # Panics
+    /// When `record` is not of this directory.
+    pub fn ordinal_of(&self, record: RecordIndex) -> usize {
         assert!(record.0 < self.records, "{record:?} of {} records", self.records);
-        &self.layers[self.layers.partition_point(|e| e.first <= record.0) - 1]
+        self.layers.partition_point(|e| e.first <= record.0) - 1
     }
 
     /// The key of `record`.

@@ -1,10 +1,36 @@
 //! Where is a record on the host? A directory of keys, and sources that hand out a record's bytes.
 
+mod checkpoint;
+mod convert;
 mod directory;
+mod experts;
+mod fingerprint;
+mod gather;
+mod memory;
+mod naming;
+mod packed;
+#[cfg(test)]
+mod packed_tests;
+mod packed_writer;
+mod shard;
+mod survey;
+#[cfg(test)]
+mod testing;
+#[cfg(test)]
+mod tests;
 
+pub use checkpoint::{Checkpoint, TensorView};
+pub use convert::ConvertOptions;
 pub use directory::{Directory, LayerEntry, RecordIndex};
+pub use experts::ExpertStore;
+pub use memory::MemorySource;
+pub use naming::{ExpertTensor, Matrix, Naming, StackedLayout, TensorRole};
+pub use packed::{PackedFile, PackedInfo, PackedLayer};
+pub use packed_writer::PackedWriter;
+/// Element type of a checkpoint's tensor.
+pub use safetensors::Dtype;
 
-use crate::error::Result;
+use crate::error::{Error, Result};
 
 /// Hands out records: opaque bytes under keys. Implementations read a checkpoint, a packed file, or memory.
 ///
@@ -16,4 +42,18 @@ pub trait RecordSource: Send + Sync {
     /// Writes the record to `out`, which is exactly [`Directory::record_bytes`] long. Fails, naming the expert,
     /// rather than hand out anything but the record's true bytes.
     fn read(&self, record: RecordIndex, out: &mut [u8]) -> Result<()>;
+}
+
+/// Checks that `record` is of `directory` and `bytes` as long as it.
+fn check_record_len(directory: &Directory, record: RecordIndex, bytes: &[u8]) -> Result<()> {
+    let bad = |reason| Error::BadArgument { what: "record", reason };
+    if record.0 as usize >= directory.len() {
+        return Err(bad(format!("number {} of a store of {} records", record.0, directory.len())));
+    }
+    let expected = directory.record_bytes(record);
+    if bytes.len() != expected {
+        let id = directory.id(record);
+        return Err(bad(format!("{id} takes {expected} bytes, the buffer has {}", bytes.len())));
+    }
+    Ok(())
 }

@@ -9,8 +9,8 @@ use comoe_core::backend::Backend;
 use comoe_core::format::record::{ExpertBiases, ExpertWeights, Weights, pack_expert, unpack_expert};
 use comoe_core::store::{Directory, RecordIndex, RecordSource};
 use comoe_core::{
-    Activation, CacheOptions, Capacity, Error, ExpertCache, ExpertFormat, ExpertLayout, ExpertSpec, ExpertStore,
-    PolicyKind, Prefetch, PrefetchTrigger, RecordCache, Result, Scope, WeightOn,
+    Activation, CacheOptions, Capacity, Error, ExpertCache, ExpertFormat, ExpertLayout, ExpertSpec,
+    ExpertStore, PolicyKind, Prefetch, PrefetchTrigger, RecordCache, Result, Scope, WeightOn,
 };
 
 /// Makes the backend under test.
@@ -51,12 +51,19 @@ pub struct Experts {
 }
 
 impl Experts {
-    pub fn random(spec: ExpertSpec, format: ExpertFormat, layers: usize, experts: usize, seed: u64) -> Arc<Self> {
+    pub fn random(
+        spec: ExpertSpec,
+        format: ExpertFormat,
+        layers: usize,
+        experts: usize,
+        seed: u64,
+    ) -> Arc<Self> {
         let layout = ExpertLayout::new(&spec, format);
         let mut noise = Noise(seed);
         let records = (0..layers * experts)
             .map(|_| {
-                let (wide, narrow) = (1.0 / (spec.hidden as f32).sqrt(), 1.0 / (spec.intermediate as f32).sqrt());
+                let (wide, narrow) =
+                    (1.0 / (spec.hidden as f32).sqrt(), 1.0 / (spec.intermediate as f32).sqrt());
                 let gate = noise.floats(spec.hidden * spec.intermediate, wide);
                 let up = noise.floats(spec.hidden * spec.intermediate, wide);
                 let down = noise.floats(spec.hidden * spec.intermediate, narrow);
@@ -98,18 +105,13 @@ impl Experts {
             let on_input = if self.spec.weight_on == WeightOn::Input { f64::from(weight) } else { 1.0 };
             let xt: Vec<f64> = x[t * hidden..][..hidden].iter().map(|&v| f64::from(v) * on_input).collect();
             let row = |m: &[f32], bias: Option<&[f32]>, r: usize, v: &[f64]| -> f64 {
-                let dot: f64 = m[r * v.len()..][..v.len()].iter().zip(v).map(|(&w, v)| f64::from(w) * v).sum();
+                let dot: f64 =
+                    m[r * v.len()..][..v.len()].iter().zip(v).map(|(&w, v)| f64::from(w) * v).sum();
                 dot + bias.map_or(0.0, |b| f64::from(b[r]))
             };
             let [gb, ub, db] = [0, 1, 2].map(|part| e.bias.as_ref().map(|b| &b[part][..]));
             let h: Vec<f64> = (0..intermediate)
-                .map(|r| {
-                    activate(
-                        self.spec.activation,
-                        row(&e.gate, gb, r, &xt),
-                        row(&e.up, ub, r, &xt),
-                    )
-                })
+                .map(|r| activate(self.spec.activation, row(&e.gate, gb, r, &xt), row(&e.up, ub, r, &xt)))
                 .collect();
             let after = if self.spec.weight_on == WeightOn::Output { f64::from(weight) } else { 1.0 };
             for r in 0..hidden {
@@ -161,7 +163,14 @@ struct Call {
     raw: (Vec<f32>, Vec<u32>, Vec<f32>),
 }
 
-fn calls(experts: &Experts, device: &Device, dtype: DType, steps: usize, most_tokens: usize, seed: u64) -> Vec<Call> {
+fn calls(
+    experts: &Experts,
+    device: &Device,
+    dtype: DType,
+    steps: usize,
+    most_tokens: usize,
+    seed: u64,
+) -> Vec<Call> {
     let mut noise = Noise(seed);
     let layers = experts.directory.layers().len();
     let count = experts.directory.layers()[0].experts;
@@ -169,7 +178,8 @@ fn calls(experts: &Experts, device: &Device, dtype: DType, steps: usize, most_to
     (0..steps)
         .map(|step| {
             let (tokens, top_k) = (1 + noise.below(most_tokens), 1 + noise.below(3.min(count)));
-            let x = Tensor::from_vec(noise.floats(tokens * hidden, 1.0), (tokens, hidden), &Device::Cpu).unwrap();
+            let x =
+                Tensor::from_vec(noise.floats(tokens * hidden, 1.0), (tokens, hidden), &Device::Cpu).unwrap();
             let x = x.to_dtype(dtype).unwrap();
             let exact = x.to_dtype(DType::F32).unwrap().flatten_all().unwrap().to_vec1().unwrap();
             // Now and then the same expert twice for one token.
@@ -193,7 +203,11 @@ fn run(cache: &ExpertCache, call: &Call) -> Vec<f32> {
 }
 
 fn cache(experts: &Arc<Experts>, device: &Device, make: Make<'_>, options: CacheOptions) -> ExpertCache {
-    ExpertCache::builder(experts.store(), device).backend(make(experts.clone())).options(options).build().unwrap()
+    ExpertCache::builder(experts.store(), device)
+        .backend(make(experts.clone()))
+        .options(options)
+        .build()
+        .unwrap()
 }
 
 fn specs() -> Vec<ExpertSpec> {
@@ -227,7 +241,8 @@ pub fn agrees_with_the_f64_reference(device: &Device, make: Make<'_>) {
                     let got = run(&cache, &call);
                     let want = experts.reference(call.layer, &call.raw.0, &call.raw.1, &call.raw.2);
                     let norm = want.iter().map(|w| w * w).sum::<f64>().sqrt();
-                    let off = got.iter().zip(&want).map(|(g, w)| (f64::from(*g) - w).powi(2)).sum::<f64>().sqrt();
+                    let off =
+                        got.iter().zip(&want).map(|(g, w)| (f64::from(*g) - w).powi(2)).sum::<f64>().sqrt();
                     assert!(off <= tolerance * norm, "{spec:?} {format} {dtype:?}: {off:e} of {norm:e}");
                 }
             }
@@ -260,7 +275,10 @@ pub fn output_never_depends_on_the_pool(device: &Device, make: Make<'_>) {
             let cache = cache(&experts, device, make, options.clone());
             for (n, (call, want)) in calls.iter().zip(&want).enumerate() {
                 let got = run(&cache, call);
-                assert!(got.iter().zip(want).all(|(a, b)| a.to_bits() == b.to_bits()), "call {n} with {options:?}");
+                assert!(
+                    got.iter().zip(want).all(|(a, b)| a.to_bits() == b.to_bits()),
+                    "call {n} with {options:?}"
+                );
             }
             cache.check().unwrap();
             let stats = cache.stats();
@@ -358,7 +376,11 @@ pub fn bad_arguments_leave_the_cache_usable(device: &Device, make: Make<'_>) {
     assert!(said(cache.layer(3).forward(&x, &ids, &w)).contains("layer 3 has 0 experts"));
     let nan = (w.clone() * f64::NAN).unwrap();
     assert!(matches!(layer.forward(&x, &ids, &nan), Err(Error::BadRoutingWeight { token: 0, .. })));
-    let none = layer.forward(&x.narrow(0, 0, 0).unwrap(), &ids.narrow(0, 0, 0).unwrap(), &w.narrow(0, 0, 0).unwrap());
+    let none = layer.forward(
+        &x.narrow(0, 0, 0).unwrap(),
+        &ids.narrow(0, 0, 0).unwrap(),
+        &w.narrow(0, 0, 0).unwrap(),
+    );
     assert_eq!(none.unwrap().dims(), [0, 32]);
     assert_eq!(run(&cache, call), good);
 }

@@ -1,0 +1,152 @@
+//! Writes a packed store beside its final name and renames it when it is whole.
+
+use std::fs::{File, OpenOptions};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use super::packed::PackedInfo;
+use super::{Directory, RecordIndex, check_record_len};
+use crate::error::{Error, Result};
+use crate::sys::write_all_at;
+
+/// Ending of files that are being written.
+const TEMPORARY: &str = ".tmp";
+
+/// A packed store that is being written. Threads may write different records at the same time.
+///
+/// Until [`Self::finish`] nothing is seen under the final name; a writer that is dropped removes what it wrote, and one
+/// that was killed leaves a temporary file, which the next writer of the same name removes. Two processes that write the
+/// same name at once both succeed: the last to finish stays.
+#[derive(Debug)]
+pub struct PackedWriter {
+    path: PathBuf,
+    temporary: PathBuf,
+    file: File,
+    directory: Directory,
+    /// Where each record begins in the file.
+    starts: Vec<u64>,
+    written: Vec<AtomicU32>,
+    finished: bool,
+}
+
+impl PackedWriter {
+    /// Starts the file `path`, whose folder must be there.
+    ///
+    /// # Errors
+    /// [`Error::Io`]; [`Error::BadArgument`] for layers that make no store.
+    pub fn create(path: impl Into<PathBuf>, info: &PackedInfo) -> Result<Self> {
+        let path = path.into();
+        let directory = info.directory()?;
+        let header = info.header(&directory)?;
+        remove_abandoned(&path);
+        let (temporary, file) = create_temporary(&path)?;
+        let mut at = header.len() as u64;
+        let starts = (0..directory.len() as u32)
+            .map(|index| {
+                let start = at;
+                at += directory.record_bytes(RecordIndex(index)) as u64;
+                start
+            })
+            .collect();
+        let written = (0..directory.len()).map(|_| AtomicU32::new(0)).collect();
+        let this = Self { path, temporary, file, directory, starts, written, finished: false };
+        this.file.set_len(at).map_err(|e| this.failed(e))?;
+        write_all_at(&this.file, &header, 0).map_err(|e| this.failed(e))?;
+        Ok(this)
+    }
+
+    /// The records to write.
+    pub fn directory(&self) -> &Directory {
+        &self.directory
+    }
+
+    /// Writes one record.
+    ///
+    /// # Errors
+    /// [`Error::Io`], for example when the disk is full; [`Error::BadArgument`] for a record of the wrong size.
+    pub fn write(&self, record: RecordIndex, bytes: &[u8]) -> Result<()> {
+        check_record_len(&self.directory, record, bytes)?;
+        let at = record.0 as usize;
+        write_all_at(&self.file, bytes, self.starts[at]).map_err(|e| self.failed(e))?;
+        self.written[at].fetch_add(1, Ordering::Relaxed);
+        Ok(())
+    }
+
+    /// Brings everything to the disk and gives the file its name.
+    ///
+    /// # Errors
+    /// [`Error::Io`]; [`Error::BadArgument`] when a record was not written, or twice.
+    pub fn finish(mut self) -> Result<()> {
+        let wrong = self.written.iter_mut().position(|n| *n.get_mut() != 1);
+        if let Some(at) = wrong {
+            let (id, times) = (self.directory.id(RecordIndex(at as u32)), *self.written[at].get_mut());
+            let reason = format!("{id} was written {times} times, expected once");
+            return Err(Error::BadArgument { what: "packed store", reason });
+        }
+        self.file.sync_all().map_err(|e| self.failed(e))?;
+        std::fs::rename(&self.temporary, &self.path).map_err(|e| Error::io(&self.path, e))?;
+        self.finished = true;
+        // The new name must survive a power cut as well; not every file system can be asked.
+        let _ = File::open(folder_of(&self.path)).and_then(|folder| folder.sync_all());
+        Ok(())
+    }
+
+    fn failed(&self, error: std::io::Error) -> Error {
+        Error::io(&self.temporary, error)
+    }
+}
+
+impl Drop for PackedWriter {
+    fn drop(&mut self) {
+        if !self.finished {
+            let _ = std::fs::remove_file(&self.temporary);
+        }
+    }
+}
+
+fn folder_of(path: &Path) -> &Path {
+    path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."))
+}
+
+/// `.NAME.`, how temporary files of `path` begin.
+fn temporary_prefix(path: &Path) -> String {
+    format!(".{}.", path.file_name().unwrap_or_default().to_string_lossy())
+}
+
+/// A new file, locked while its writer lives.
+fn create_temporary(path: &Path) -> Result<(PathBuf, File)> {
+    static COUNT: AtomicU32 = AtomicU32::new(0);
+    loop {
+        let count = COUNT.fetch_add(1, Ordering::Relaxed);
+        let name = format!("{}{}-{count}{TEMPORARY}", temporary_prefix(path), std::process::id());
+        let temporary = folder_of(path).join(name);
+        let file = match OpenOptions::new().write(true).create_new(true).open(&temporary) {
+            Ok(file) => file,
+            // Left behind by a process of the same number.
+            Err(e) if e.kind() == std::io::ErrorKind::AlreadyExists => continue,
+            Err(e) => return Err(Error::io(temporary, e)),
+        };
+        // Where files cannot be locked, abandoned ones are never removed (see below), and nothing else is lost.
+        let _ = file.lock();
+        // Between creating and locking, another process may have taken it for abandoned.
+        if temporary.exists() {
+            return Ok((temporary, file));
+        }
+    }
+}
+
+/// Removes temporary files of `path` whose writers are gone: a living writer holds its file's lock.
+fn remove_abandoned(path: &Path) {
+    let prefix = temporary_prefix(path);
+    let Ok(entries) = std::fs::read_dir(folder_of(path)) else { return };
+    for entry in entries.flatten() {
+        let name = entry.file_name();
+        let name = name.to_string_lossy();
+        if name.starts_with(&prefix) && name.ends_with(TEMPORARY) {
+            let Ok(file) = OpenOptions::new().write(true).open(entry.path()) else { continue };
+            if file.try_lock().is_ok() {
+                let _ = std::fs::remove_file(entry.path());
+            }
+        }
+    }
+}

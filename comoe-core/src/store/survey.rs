@@ -1,0 +1,376 @@
+//! Finds every expert of a checkpoint and checks that they are complete and of one shape and type.
+
+use std::collections::BTreeMap;
+
+use super::checkpoint::Checkpoint;
+use super::gather::{ExpertParts, FloatType, Strided};
+use super::naming::{ExpertTensor, Matrix, Naming, StackedLayout, TensorRole};
+use crate::error::{Error, Result};
+use crate::expert::ExpertSpec;
+
+/// Above every published model by three orders of magnitude; keeps size arithmetic away from overflow.
+pub(super) const MAX_DIM: usize = 1 << 24;
+/// Bounds what a hostile header can make us allocate.
+pub(super) const MAX_EXPERTS: usize = 1 << 16;
+
+/// The experts of one layer.
+#[derive(Debug)]
+pub(super) struct LayerSurvey {
+    pub(super) layer: usize,
+    pub(super) spec: ExpertSpec,
+    pub(super) experts: Vec<ExpertParts>,
+}
+
+/// All experts of a checkpoint.
+#[derive(Debug)]
+pub(super) struct Survey {
+    pub(super) float: FloatType,
+    pub(super) layers: Vec<LayerSurvey>,
+}
+
+/// Tensor names by matrix, weights and biases.
+#[derive(Debug, Default)]
+struct Named<'a> {
+    weights: BTreeMap<Matrix, &'a str>,
+    biases: BTreeMap<Matrix, &'a str>,
+}
+
+/// Tensor names of one layer.
+#[derive(Debug, Default)]
+struct Group<'a> {
+    per_expert: BTreeMap<usize, Named<'a>>,
+    stacked: Option<Named<'a>>,
+}
+
+/// Finds the experts of `checkpoint`.
+///
+/// # Errors
+/// [`Error::NoExperts`], [`Error::UnknownExpertTensor`], and [`Error::BadTensor`] for a tensor that is missing or
+/// differs in shape or type.
+pub(super) fn survey(checkpoint: &Checkpoint, naming: &Naming) -> Result<Survey> {
+    let mut groups = BTreeMap::<usize, Group<'_>>::new();
+    for name in checkpoint.names() {
+        let TensorRole::Expert(ExpertTensor { layer, expert, matrix, bias }) = naming.classify(name)? else {
+            continue;
+        };
+        let group = groups.entry(layer).or_default();
+        let named = match expert {
+            Some(expert) => group.per_expert.entry(expert).or_default(),
+            None => group.stacked.get_or_insert_default(),
+        };
+        let table = if bias { &mut named.biases } else { &mut named.weights };
+        if let Some(first) = table.insert(matrix, name) {
+            return Err(Error::bad_tensor(
+                name,
+                format!("holds the same as {first:?}; only one may be there"),
+            ));
+        }
+    }
+    let first = groups.values().flat_map(Group::names).next();
+    let Some(first) = first else {
+        return Err(Error::NoExperts { what: checkpoint.describe().to_owned() });
+    };
+    let dtype = checkpoint.tensor(first)?.dtype;
+    let Some(float) = FloatType::of(dtype) else {
+        return Err(Error::bad_tensor(
+            first,
+            format!(
+                "has dtype {dtype}; experts are read from BF16, F16 or F32: use an unquantised checkpoint"
+            ),
+        ));
+    };
+    let reader = Reader { checkpoint, naming, float, first };
+    let layers =
+        groups.iter().map(|(layer, group)| reader.layer(*layer, group)).collect::<Result<Vec<_>>>()?;
+    same_in_all_layers(&layers, &groups)?;
+    Ok(Survey { float, layers })
+}
+
+/// A layer that differs from the first lacks tensors, or is of another model.
+fn same_in_all_layers(layers: &[LayerSurvey], groups: &BTreeMap<usize, Group<'_>>) -> Result<()> {
+    let Some(first) = layers.first() else { return Ok(()) };
+    for layer in layers {
+        let name = || groups[&layer.layer].names().next_back().unwrap_or_default();
+        if layer.experts.len() != first.experts.len() {
+            return Err(Error::bad_tensor(
+                name(),
+                format!(
+                    "layer {} has {} experts and layer {} has {}; download the checkpoint again",
+                    layer.layer,
+                    layer.experts.len(),
+                    first.layer,
+                    first.experts.len()
+                ),
+            ));
+        }
+        if layer.spec.hidden != first.spec.hidden {
+            return Err(Error::bad_tensor(
+                name(),
+                format!(
+                    "layer {} has hidden size {} and layer {} has {}",
+                    layer.layer, layer.spec.hidden, first.layer, first.spec.hidden
+                ),
+            ));
+        }
+    }
+    Ok(())
+}
+
+impl<'a> Named<'a> {
+    fn all(&self) -> impl DoubleEndedIterator<Item = &'a str> {
+        self.weights.values().chain(self.biases.values()).copied()
+    }
+}
+
+impl<'a> Group<'a> {
+    fn names(&self) -> impl DoubleEndedIterator<Item = &'a str> {
+        self.per_expert.values().chain(&self.stacked).flat_map(Named::all)
+    }
+}
+
+struct Reader<'a> {
+    checkpoint: &'a Checkpoint,
+    naming: &'a Naming,
+    float: FloatType,
+    /// The tensor whose type every expert must have.
+    first: &'a str,
+}
+
+impl Reader<'_> {
+    fn layer(&self, layer: usize, group: &Group<'_>) -> Result<LayerSurvey> {
+        let (spec, experts) = match &group.stacked {
+            Some(stacked) => {
+                if let Some(name) = group.per_expert.values().flat_map(Named::all).next() {
+                    let other = stacked.all().next().unwrap_or_default();
+                    let reason = format!("is one expert's, but {other:?} holds those of the whole layer");
+                    return Err(Error::bad_tensor(name, reason));
+                }
+                self.stacked(stacked)?
+            }
+            None => self.per_expert(&group.per_expert)?,
+        };
+        if experts.len() > MAX_EXPERTS {
+            let name = group.names().next().unwrap_or_default();
+            let reason = format!("layer {layer} has {} experts, the limit is {MAX_EXPERTS}", experts.len());
+            return Err(Error::bad_tensor(name, reason));
+        }
+        Ok(LayerSurvey { layer, spec, experts })
+    }
+
+    fn per_expert(&self, experts: &BTreeMap<usize, Named<'_>>) -> Result<(ExpertSpec, Vec<ExpertParts>)> {
+        let mut spec: Option<ExpertSpec> = None;
+        let mut parts = Vec::with_capacity(experts.len());
+        for (expected, (expert, named)) in experts.iter().enumerate() {
+            if *expert != expected {
+                let seen = named.all().next().unwrap_or_default();
+                return Err(self.missing(seen, Some(expected), Matrix::Gate, false));
+            }
+            let weight = |m| self.need(named, &named.weights, Some(expected), m, false);
+            let (gate, up, down) = (weight(Matrix::Gate)?, weight(Matrix::Up)?, weight(Matrix::Down)?);
+            let spec = match spec {
+                Some(spec) => spec,
+                None => {
+                    let [intermediate, hidden] = *self.dims(gate)?;
+                    let bias = !named.biases.is_empty();
+                    *spec.insert(ExpertSpec { bias, ..ExpertSpec::swiglu(hidden, intermediate) })
+                }
+            };
+            let (h, i) = (spec.hidden, spec.intermediate);
+            let bias = if spec.bias {
+                let bias = |m| self.need(named, &named.biases, Some(expected), m, true);
+                Some([
+                    self.vector(bias(Matrix::Gate)?, &[i])?,
+                    self.vector(bias(Matrix::Up)?, &[i])?,
+                    self.vector(bias(Matrix::Down)?, &[h])?,
+                ])
+            } else if let Some(extra) = named.biases.values().next() {
+                return Err(Error::bad_tensor(*extra, "is a bias, but expert 0 of the layer has none"));
+            } else {
+                None
+            };
+            parts.push(ExpertParts {
+                gate: self.matrix(gate, [i, h])?,
+                up: self.matrix(up, [i, h])?,
+                down: self.matrix(down, [h, i])?,
+                bias,
+            });
+        }
+        match spec {
+            Some(spec) => Ok((spec, parts)),
+            None => Err(Error::NoExperts { what: self.checkpoint.describe().to_owned() }),
+        }
+    }
+
+    fn stacked(&self, named: &Named<'_>) -> Result<(ExpertSpec, Vec<ExpertParts>)> {
+        let weight = |m| self.need(named, &named.weights, None, m, false);
+        let (gate_up, down) = (weight(Matrix::GateUp)?, weight(Matrix::Down)?);
+        let gate_up_dims @ &[experts, a, b] = self.dims::<3>(gate_up)?;
+        let &down_dims = self.dims::<3>(down)?;
+        if experts > MAX_EXPERTS {
+            let reason = format!("has shape {gate_up_dims:?}: the limit is {MAX_EXPERTS} experts");
+            return Err(Error::bad_tensor(gate_up, reason));
+        }
+        let expected = |layout| match layout {
+            StackedLayout::Normal | StackedLayout::Interleaved => [experts, b, a / 2],
+            StackedLayout::Transposed | StackedLayout::TransposedInterleaved => [experts, b / 2, a],
+        };
+        let layout = match self.naming.stacked_layout() {
+            Some(layout) => layout,
+            None if !named.biases.is_empty() => {
+                return Err(Error::bad_tensor(
+                    gate_up,
+                    "has biases beside it, so its layout cannot be told by its shape: declare it, with \
+                     Naming::gpt_oss or Naming::with_stacked_layout",
+                ));
+            }
+            None if down_dims == expected(StackedLayout::Transposed) => StackedLayout::Transposed,
+            None => StackedLayout::Normal,
+        };
+        let [_, hidden, intermediate] = match expected(layout) {
+            [_, i, h] if layout.is_transposed() => [experts, h, i],
+            normal => normal,
+        };
+        let both = if layout.is_transposed() { b } else { a };
+        if both % 2 != 0 {
+            let reason = format!(
+                "has shape {gate_up_dims:?}, but {layout:?} gate and up halve a dimension of even size, not {both}"
+            );
+            return Err(Error::bad_tensor(gate_up, reason));
+        }
+        if down_dims != expected(layout) {
+            return Err(Error::bad_tensor(
+                down,
+                format!(
+                    "expected shape {:?} to match {gate_up:?} of {gate_up_dims:?}, found {down_dims:?}",
+                    expected(layout)
+                ),
+            ));
+        }
+        self.check_type(gate_up)?;
+        self.check_type(down)?;
+        let bias = match named.biases.is_empty() {
+            true => None,
+            false => {
+                let bias = |m| self.need(named, &named.biases, None, m, true);
+                let (gate_up, down) = (bias(Matrix::GateUp)?, bias(Matrix::Down)?);
+                Some((
+                    self.vector(gate_up, &[experts, 2 * intermediate])?,
+                    self.vector(down, &[experts, hidden])?,
+                ))
+            }
+        };
+        let spec = ExpertSpec { bias: bias.is_some(), ..ExpertSpec::swiglu(hidden, intermediate) };
+        let (wide, narrow) = (self.checkpoint.region(gate_up)?, self.checkpoint.region(down)?);
+        let skip = |s: Strided, elements: usize| Strided { start: s.start + elements * s.float.bytes(), ..s };
+        let parts = (0..experts).map(|e| {
+            let gate_up = Strided::rows_of(self.float, wide, e * 2 * intermediate * hidden, hidden);
+            let down = Strided::rows_of(self.float, narrow, e * hidden * intermediate, intermediate);
+            let (gate, up) = match layout {
+                StackedLayout::Normal => (gate_up, skip(gate_up, intermediate * hidden)),
+                StackedLayout::Interleaved => {
+                    let every_other = Strided { row_stride: 2 * hidden, ..gate_up };
+                    (every_other, skip(every_other, hidden))
+                }
+                StackedLayout::Transposed => {
+                    let column = Strided { row_stride: 1, col_stride: 2 * intermediate, ..gate_up };
+                    (column, skip(column, intermediate))
+                }
+                StackedLayout::TransposedInterleaved => {
+                    let every_other = Strided { row_stride: 2, col_stride: 2 * intermediate, ..gate_up };
+                    (every_other, skip(every_other, 1))
+                }
+            };
+            let down = match layout.is_transposed() {
+                true => Strided { row_stride: 1, col_stride: hidden, ..down },
+                false => down,
+            };
+            let bias = bias.map(|(gate_up, down)| {
+                let gate_up = skip(gate_up, e * 2 * intermediate);
+                let (gate, up) = match layout.is_interleaved() {
+                    true => {
+                        let every_other = Strided { col_stride: 2, ..gate_up };
+                        (every_other, skip(every_other, 1))
+                    }
+                    false => (gate_up, skip(gate_up, intermediate)),
+                };
+                [gate, up, skip(down, e * hidden)]
+            });
+            ExpertParts { gate, up, down, bias }
+        });
+        Ok((spec, parts.collect()))
+    }
+
+    /// The tensor of one matrix, or an error that names it.
+    fn need<'n>(
+        &self,
+        named: &Named<'n>,
+        table: &BTreeMap<Matrix, &'n str>,
+        expert: Option<usize>,
+        matrix: Matrix,
+        bias: bool,
+    ) -> Result<&'n str> {
+        table.get(&matrix).copied().ok_or_else(|| {
+            let seen = named.all().next().unwrap_or_default();
+            self.missing(seen, expert, matrix, bias)
+        })
+    }
+
+    fn missing(&self, seen: &str, expert: Option<usize>, matrix: Matrix, bias: bool) -> Error {
+        let name = self.naming.sibling(seen, expert, matrix, bias).unwrap_or_else(|| seen.to_owned());
+        let reason =
+            format!("is missing from {} (it has {seen:?}); download it again", self.checkpoint.describe());
+        Error::bad_tensor(name, reason)
+    }
+
+    /// The shape of a tensor of rank `N`, every dimension in `1..=MAX_DIM`.
+    fn dims<const N: usize>(&self, name: &str) -> Result<&[usize; N]> {
+        let shape = self.checkpoint.tensor(name)?.shape;
+        match <&[usize; N]>::try_from(shape) {
+            Ok(dims) if dims.iter().all(|d| (1..=MAX_DIM).contains(d)) => Ok(dims),
+            Ok(_) => Err(Error::bad_tensor(
+                name,
+                format!("has shape {shape:?}; expected dimensions from 1 to {MAX_DIM}"),
+            )),
+            Err(_) => Err(Error::bad_tensor(name, format!("expected {N} dimensions, found shape {shape:?}"))),
+        }
+    }
+
+    fn matrix(&self, name: &str, expected: [usize; 2]) -> Result<Strided> {
+        self.check_shape(name, &expected)?;
+        self.check_type(name)?;
+        Ok(Strided::rows_of(self.float, self.checkpoint.region(name)?, 0, expected[1]))
+    }
+
+    /// A bias; its type may differ from the weights'.
+    fn vector(&self, name: &str, expected: &[usize]) -> Result<Strided> {
+        self.check_shape(name, expected)?;
+        let dtype = self.checkpoint.tensor(name)?.dtype;
+        let float = FloatType::of(dtype).ok_or_else(|| {
+            Error::bad_tensor(name, format!("expected dtype BF16, F16 or F32, found {dtype}"))
+        })?;
+        Ok(Strided::rows_of(float, self.checkpoint.region(name)?, 0, expected[expected.len() - 1]))
+    }
+
+    fn check_shape(&self, name: &str, expected: &[usize]) -> Result<()> {
+        let found = self.checkpoint.tensor(name)?.shape;
+        if found == expected {
+            return Ok(());
+        }
+        Err(Error::bad_tensor(
+            name,
+            format!("expected shape {expected:?} as the other experts of its layer, found {found:?}"),
+        ))
+    }
+
+    fn check_type(&self, name: &str) -> Result<()> {
+        let found = self.checkpoint.tensor(name)?.dtype;
+        if FloatType::of(found) == Some(self.float) {
+            return Ok(());
+        }
+        let expected = self.checkpoint.tensor(self.first)?.dtype;
+        Err(Error::bad_tensor(
+            name,
+            format!("expected dtype {expected} as {:?} has it, found {found}", self.first),
+        ))
+    }
+}
