@@ -281,7 +281,8 @@ fn backend_for(
         Device::Cuda(gpu) => Ok(Box::new(crate::backend::cuda::CudaBackend::new(gpu, source.clone(), cuda)?)),
         other => Err(Error::Device {
             asked: format!("{:?}", other.location()),
-            reason: "this build of comoe-core has no backend for it: use the CPU, or build with feature cuda".into(),
+            reason: "this build of comoe-core has no backend for it: use the CPU, or build with feature cuda"
+                .into(),
         }),
     }
 }

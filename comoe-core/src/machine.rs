@@ -70,7 +70,8 @@ fn group_available() -> Option<u64> {
     };
     let stat = fs::read_to_string(stat).unwrap_or_default();
     let cache = |name: &str| {
-        let value = stat.lines().find_map(|l| l.strip_prefix(name)?.strip_prefix(' ')?.trim().parse::<u64>().ok());
+        let value =
+            stat.lines().find_map(|l| l.strip_prefix(name)?.strip_prefix(' ')?.trim().parse::<u64>().ok());
         value.unwrap_or(0)
     };
     let reclaimable = cache("inactive_file") + cache("active_file");

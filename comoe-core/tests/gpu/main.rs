@@ -4,6 +4,10 @@
 //!     gpu --ignored --test-threads 1 --nocapture
 #![cfg(feature = "cuda")]
 
+mod backend;
 mod case;
+#[allow(unreachable_pub, reason = "shared with other test executables")]
+#[path = "../common/conformance.rs"]
+mod conformance;
 mod kernels;
 mod timing;

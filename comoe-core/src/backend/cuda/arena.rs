@@ -60,7 +60,10 @@ impl Arena {
             total,
             why_partial: None,
         };
-        let padded = directory.layers().iter().map(|l| (l.experts * l.record_bytes.next_multiple_of(RECORD_ALIGN)) as u64);
+        let padded = directory
+            .layers()
+            .iter()
+            .map(|l| (l.experts * l.record_bytes.next_multiple_of(RECORD_ALIGN)) as u64);
         let (budget, why) = budget(padded.sum(), options);
         this.why_partial = why;
         let mut left = budget;

@@ -55,7 +55,7 @@ pub struct CudaBackend {
 
 /// The work between `begin` and `finish`.
 enum Step {
-    Ffn(Ffn),
+    Ffn(Box<Ffn>),
     Gather { out: Tensor, address: u64, bytes: usize, caller: Arc<CudaStream> },
 }
 
@@ -147,7 +147,9 @@ impl CudaBackend {
     }
 
     fn copies(&self) -> Result<&Copies> {
-        self.copies.as_ref().ok_or(Error::BadArgument { what: "backend", reason: "allocate comes first".to_owned() })
+        self.copies
+            .as_ref()
+            .ok_or(Error::BadArgument { what: "backend", reason: "allocate comes first".to_owned() })
     }
 
     fn slots(&self) -> Result<Slots> {
@@ -155,7 +157,9 @@ impl CudaBackend {
     }
 
     fn slab(&self) -> Result<&Slab> {
-        self.slab.as_ref().ok_or(Error::BadArgument { what: "backend", reason: "allocate comes first".to_owned() })
+        self.slab
+            .as_ref()
+            .ok_or(Error::BadArgument { what: "backend", reason: "allocate comes first".to_owned() })
     }
 
     fn begin_ffn(
@@ -204,7 +208,12 @@ impl CudaBackend {
 
     /// Uploads what one launch reads, as one piece: its items, the assignments they index, and weights. Returns the
     /// three addresses; they hold for launches that are enqueued before the next upload.
-    fn upload_launch(&mut self, items: &[DeviceItem], assignments: &[u32], weights: &[f32]) -> Result<Uploaded> {
+    fn upload_launch(
+        &mut self,
+        items: &[DeviceItem],
+        assignments: &[u32],
+        weights: &[f32],
+    ) -> Result<Uploaded> {
         let parts = [bytes_of(items), bytes_of(assignments), bytes_of(weights)];
         let items = self.upload.upload(self.compute.stream(), parts.iter().map(|p| p.len()).sum(), |to| {
             let mut to = to;
@@ -253,9 +262,7 @@ impl CudaBackend {
         let (items, assignments) = device_items(&self.slots()?, work, ffn.layout.record_bytes)?;
         match ffn.dense && ffn.layout.format != ExpertFormat::Bf16 {
             true => self.run_dequantised(ffn, &items, &assignments),
-            false => {
-                self.multiply(ffn, &ffn.layout, &items, &assignments)
-            }
+            false => self.multiply(ffn, &ffn.layout, &items, &assignments),
         }
     }
 
@@ -266,8 +273,10 @@ impl CudaBackend {
         let base = self.dense.reserve(&self.gpu, group * layout.record_bytes)?;
         for part in items.chunks(group) {
             let place = |i: usize| base + (i * layout.record_bytes) as u64;
-            let expand: Vec<_> = part.iter().enumerate().map(|(i, it)| DeviceItem { dst: place(i), ..*it }).collect();
-            let dense: Vec<_> = part.iter().enumerate().map(|(i, it)| DeviceItem { src: place(i), ..*it }).collect();
+            let expand: Vec<_> =
+                part.iter().enumerate().map(|(i, it)| DeviceItem { dst: place(i), ..*it }).collect();
+            let dense: Vec<_> =
+                part.iter().enumerate().map(|(i, it)| DeviceItem { src: place(i), ..*it }).collect();
             let at = self.upload_launch(&expand, &[], &[])?;
             let args = DequantArgs { from: &ffn.layout, to: &layout, items: at.items, len: expand.len() };
             // SAFETY: sources are slots that the schedule made compute wait for; places are inside the workspace, do
@@ -351,8 +360,13 @@ impl CudaBackend {
     fn run_gather(&mut self, address: u64, bytes: usize, work: &[WorkItem]) -> Result<()> {
         let (items, assignments) = device_items(&self.slots()?, work, bytes)?;
         let at = self.upload_launch(&items, &assignments, &[])?;
-        let args =
-            GatherArgs { items: at.items, len: items.len(), assignments: at.assignments, bytes, out: address };
+        let args = GatherArgs {
+            items: at.items,
+            len: items.len(),
+            assignments: at.assignments,
+            bytes,
+            out: address,
+        };
         // SAFETY: slots are ones that compute was made to wait for; the result has a row per assignment.
         unsafe { self.kernels.gather(self.compute.stream(), &args) }
     }
@@ -377,7 +391,10 @@ impl Backend for CudaBackend {
 
     fn allocate(&mut self, slots: usize, slot_bytes: usize) -> Result<()> {
         if self.slab.is_some() {
-            return Err(Error::BadArgument { what: "backend", reason: "slots are allocated once".to_owned() });
+            return Err(Error::BadArgument {
+                what: "backend",
+                reason: "slots are allocated once".to_owned(),
+            });
         }
         let slot_bytes = slot_bytes.next_multiple_of(crate::expert::RECORD_ALIGN);
         let what = format!("{slots} slots of {slot_bytes} bytes");
@@ -423,7 +440,7 @@ impl Backend for CudaBackend {
         self.copies()?.check()?;
         self.step = Some(match work {
             Work::Ffn { spec, layout, x, weights, top_k } => {
-                Step::Ffn(self.begin_ffn(spec, layout, x, weights, top_k)?)
+                Step::Ffn(Box::new(self.begin_ffn(spec, layout, x, weights, top_k)?))
             }
             Work::Gather { assignments, dtype, shape } => self.begin_gather(assignments, dtype, shape)?,
         });
@@ -450,7 +467,7 @@ impl Backend for CudaBackend {
         self.gpu.bind()?;
         self.copies()?.check()?;
         match self.step.take().ok_or_else(not_begun)? {
-            Step::Ffn(ffn) => self.finish_ffn(ffn),
+            Step::Ffn(ffn) => self.finish_ffn(*ffn),
             Step::Gather { out, caller, .. } => {
                 self.compute.leave(&caller)?;
                 Ok(out)
@@ -480,7 +497,11 @@ impl Backend for CudaBackend {
     /// bytes and by count. A prefetch counts while its pieces are on the link.
     fn transfer_time(&self) -> TransferTime {
         let of = |queue| self.copies.as_ref().map_or_else(Default::default, |c| c.time(queue));
-        TransferTime { demand: of(Queue::Demand), prefetch: of(Queue::Prefetch), stalled: self.compute.waited() }
+        TransferTime {
+            demand: of(Queue::Demand),
+            prefetch: of(Queue::Prefetch),
+            stalled: self.compute.waited(),
+        }
     }
 }
 

@@ -97,8 +97,12 @@ impl Batch {
     }
 
     fn enqueue_batch(&mut self, batch: BatchAsync, stream: &CudaStream) -> Result<()> {
-        let mut attributes =
-            Attributes { source_order: IN_STREAM_ORDER, source_hint: [0; 2], destination_hint: [0; 2], flags: 0 };
+        let mut attributes = Attributes {
+            source_order: IN_STREAM_ORDER,
+            source_hint: [0; 2],
+            destination_hint: [0; 2],
+            flags: 0,
+        };
         let (mut first, mut failed) = (0, usize::MAX);
         // SAFETY: the three lists are equally long; one attribute holds from copy 0 on; the ranges are valid as
         // `push` asks.

@@ -38,7 +38,9 @@ impl Bounce {
         let memory = match PinnedBuffer::new(gpu, bytes) {
             Ok(buffer) => Memory::Locked(buffer),
             Err(error) => {
-                tracing::warn!("no page-locked memory at all ({error}): experts are copied from pageable memory");
+                tracing::warn!(
+                    "no page-locked memory at all ({error}): experts are copied from pageable memory"
+                );
                 let mut memory = Vec::new();
                 memory.try_reserve_exact(bytes).map_err(|e| Error::HostMemory {
                     what: format!("a buffer of {bytes} bytes for copies"),
@@ -74,8 +76,11 @@ impl Bounce {
             Memory::Locked(buffer) => buffer.slice_mut(start, len),
             Memory::Pageable(bytes) => &mut bytes[start..start + len],
         };
-        let parts: Vec<_> =
-            records.into_iter().zip(half.chunks_mut(self.place_bytes)).map(|((r, n), to)| (r, &mut to[..n])).collect();
+        let parts: Vec<_> = records
+            .into_iter()
+            .zip(half.chunks_mut(self.place_bytes))
+            .map(|((r, n), to)| (r, &mut to[..n]))
+            .collect();
         self.sources.clear();
         self.sources.extend(parts.iter().map(|(_, to)| to.as_ptr() as u64));
         parts.into_par_iter().try_for_each(|(record, to)| {

@@ -19,7 +19,8 @@ impl<T> Doing<T> for std::result::Result<T, DriverError> {
 }
 
 fn describe(error: DriverError) -> String {
-    let text = |s: std::result::Result<&std::ffi::CStr, DriverError>| s.map(|s| s.to_string_lossy().into_owned());
+    let text =
+        |s: std::result::Result<&std::ffi::CStr, DriverError>| s.map(|s| s.to_string_lossy().into_owned());
     match (text(error.error_name()), text(error.error_string())) {
         (Ok(name), Ok(says)) => format!("{name}: {says}"),
         _ => format!("driver error {}", error.0 as u32),
@@ -60,9 +61,10 @@ fn no_cuda() -> Option<String> {
     match result::init() {
         Ok(()) if driver / 1000 < built / 1000 => Some(too_old()),
         Ok(()) => None,
-        Err(DriverError(E::CUDA_ERROR_NO_DEVICE)) => {
-            Some("the driver finds no NVIDIA GPU (check `nvidia-smi` and CUDA_VISIBLE_DEVICES): use the CPU".into())
-        }
+        Err(DriverError(E::CUDA_ERROR_NO_DEVICE)) => Some(
+            "the driver finds no NVIDIA GPU (check `nvidia-smi` and CUDA_VISIBLE_DEVICES): use the CPU"
+                .into(),
+        ),
         Err(DriverError(E::CUDA_ERROR_SYSTEM_DRIVER_MISMATCH)) => {
             Some("the driver's library does not fit the loaded kernel module: restart the machine".into())
         }
@@ -107,7 +109,8 @@ pub fn cuda_device(ordinal: usize) -> Result<Device> {
         return Err(refuse(ordinal, format!("{there} (CUDA_VISIBLE_DEVICES hides others)")));
     }
     let device = Device::new_cuda_with_stream(ordinal).map_err(|error| {
-        let reason = format!("it cannot be opened: {error}; another process may hold it or all of its memory");
+        let reason =
+            format!("it cannot be opened: {error}; another process may hold it or all of its memory");
         refuse(ordinal, reason)
     })?;
     let cuda = device.as_cuda_device()?;
@@ -127,9 +130,11 @@ fn keep_freed_memory(gpu: &Gpu) -> Result<()> {
     let mut threshold = u64::MAX;
     // SAFETY: the device is open, and `threshold` is the u64 that this attribute takes.
     unsafe {
-        let pool = result::device::get_default_mem_pool(gpu.ctx.cu_device()).doing("finding the memory pool")?;
+        let pool =
+            result::device::get_default_mem_pool(gpu.ctx.cu_device()).doing("finding the memory pool")?;
         let attribute = sys::CUmemPool_attribute_enum::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD;
-        result::mem_pool::set_attribute(pool, attribute, (&raw mut threshold).cast()).doing("setting up the memory pool")
+        result::mem_pool::set_attribute(pool, attribute, (&raw mut threshold).cast())
+            .doing("setting up the memory pool")
     }
 }
 

@@ -366,7 +366,8 @@ impl Shared {
                 let bytes = self.source.directory().record_bytes(fill.record);
                 let slot = self.slots.address(fill.slot, bytes)?;
                 // SAFETY: inside the slab, and ordered behind the slot's last reader like the fill itself.
-                unsafe { result::memset_d8_async(slot, 0xff, bytes, stream.cu_stream()) }.doing("poisoning a slot")?;
+                unsafe { result::memset_d8_async(slot, 0xff, bytes, stream.cu_stream()) }
+                    .doing("poisoning a slot")?;
             }
         }
         let mut issuer = lock(&lane.issuer);
@@ -506,7 +507,10 @@ impl Shared {
 }
 
 fn no_bounce() -> Error {
-    Error::BadArgument { what: "arena", reason: "a record has neither a place nor a bounce buffer".to_owned() }
+    Error::BadArgument {
+        what: "arena",
+        reason: "a record has neither a place nor a bounce buffer".to_owned(),
+    }
 }
 
 impl Issuer {

@@ -178,7 +178,9 @@ fn advice(report: &GpuReport) -> Vec<String> {
     let best = report.best_locked();
     let pageable = report.transfers.iter().map(|t| t.pageable).fold(0.0, f64::max);
     if best > 0.0 && pageable > 0.9 * best {
-        advice.push("page-locked memory is no faster than pageable here: is this a virtual machine?".to_owned());
+        advice.push(
+            "page-locked memory is no faster than pageable here: is this a virtual machine?".to_owned(),
+        );
     }
     if !report.batched_copies {
         advice.push("the driver is older than CUDA 12.8 and copies experts one by one: update it".to_owned());
@@ -203,10 +205,16 @@ struct Rig {
 
 impl Rig {
     fn new(gpu: &Gpu, stream: Arc<CudaStream>, bytes: usize) -> Result<Self> {
-        let locked =
-            PinnedBuffer::new(gpu, bytes).map_err(|e| gpu.explain_allocation("a page-locked buffer", bytes as u64, e))?;
+        let locked = PinnedBuffer::new(gpu, bytes)
+            .map_err(|e| gpu.explain_allocation("a page-locked buffer", bytes as u64, e))?;
         // Written, so that it is memory and not a promise of zeroes.
-        Ok(Self { gpu: gpu.clone(), stream, locked, pageable: vec![1; bytes], device: Slab::new(gpu, "a buffer", bytes)? })
+        Ok(Self {
+            gpu: gpu.clone(),
+            stream,
+            locked,
+            pageable: vec![1; bytes],
+            device: Slab::new(gpu, "a buffer", bytes)?,
+        })
     }
 
     fn copy(&self, from: *const u8, bytes: usize) -> Result<()> {
@@ -305,8 +313,11 @@ fn probe_lock(gpu: &Gpu) -> Result<(u64, u64)> {
 fn link(gpu: &Gpu) -> Option<Link> {
     let mut id = [0 as std::ffi::c_char; 32];
     // SAFETY: the buffer is as long as said.
-    unsafe { sys::cuDeviceGetPCIBusId(id.as_mut_ptr(), id.len() as i32, gpu.ctx.cu_device()) }.result().ok()?;
-    let id: String = id.iter().take_while(|&&c| c != 0).map(|&c| (c as u8 as char).to_ascii_lowercase()).collect();
+    unsafe { sys::cuDeviceGetPCIBusId(id.as_mut_ptr(), id.len() as i32, gpu.ctx.cu_device()) }
+        .result()
+        .ok()?;
+    let id: String =
+        id.iter().take_while(|&&c| c != 0).map(|&c| (c as u8 as char).to_ascii_lowercase()).collect();
     let folder = format!("/sys/bus/pci/devices/{id}");
     let read = |name: &str| fs::read_to_string(format!("{folder}/{name}")).ok();
     let width = |name| read(name)?.trim().parse().ok();
@@ -370,7 +381,11 @@ fn self_tests(device: &Device) -> Result<Vec<SelfTest>> {
         let source: Arc<dyn RecordSource> =
             Arc::new(One { directory: Directory::new([(0, 1, layout.record_bytes)])?, record });
         for tokens in [1, 5] {
-            let x = Tensor::from_vec(noise(&mut seed, tokens * spec.hidden, 1.0), (tokens, spec.hidden), &Device::Cpu)?;
+            let x = Tensor::from_vec(
+                noise(&mut seed, tokens * spec.hidden, 1.0),
+                (tokens, spec.hidden),
+                &Device::Cpu,
+            )?;
             let mut cpu = CpuBackend::new(source.clone());
             let want = step(&mut cpu, &spec, &layout, &x)?;
             let mut gpu = CudaBackend::new(device.as_cuda_device()?, source.clone(), CudaOptions::default())?;
@@ -398,7 +413,8 @@ fn step(backend: &mut dyn Backend, spec: &ExpertSpec, layout: &ExpertLayout, x: 
     let weights = vec![1.0; tokens];
     backend.begin(Work::Ffn { spec, layout, x, weights: &weights, top_k: 1 })?;
     backend.wait(ticket)?;
-    let item = WorkItem { record: RecordIndex(0), slot: SlotId(0), assignments: (0..tokens as u32).collect() };
+    let item =
+        WorkItem { record: RecordIndex(0), slot: SlotId(0), assignments: (0..tokens as u32).collect() };
     backend.run(&[item])?;
     Ok(backend.finish()?.to_dtype(DType::F32)?.flatten_all()?.to_vec1()?)
 }
@@ -422,7 +438,12 @@ mod tests {
             batched_copies: true,
             lock_tried: 100,
             lock_granted: 100,
-            self_tests: vec![SelfTest { format: "int4".to_owned(), tokens: 1, relative_error: 1e-7, passed: true }],
+            self_tests: vec![SelfTest {
+                format: "int4".to_owned(),
+                tokens: 1,
+                relative_error: 1e-7,
+                passed: true,
+            }],
             advice: Vec::new(),
         }
     }

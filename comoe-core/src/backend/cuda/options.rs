@@ -67,7 +67,11 @@ impl Faults {
         let micros = 1000 + (z >> 32) % 4000;
         // SAFETY: `nap` takes a number, not memory, makes no CUDA call, and does not unwind.
         unsafe {
-            cudarc::driver::result::stream::launch_host_function(stream.cu_stream(), nap, micros as *mut std::ffi::c_void)
+            cudarc::driver::result::stream::launch_host_function(
+                stream.cu_stream(),
+                nap,
+                micros as *mut std::ffi::c_void,
+            )
         }
         .doing("injecting a delay")
     }

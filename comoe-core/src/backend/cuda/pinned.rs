@@ -30,7 +30,8 @@ impl PinnedBuffer {
         gpu.ctx.bind_to_thread()?;
         // SAFETY: a context is bound; `Drop` frees the memory once.
         let start = unsafe { result::malloc_host(bytes.max(1), ALLOCATE) }?;
-        let start: NonNull<u8> = NonNull::new(start.cast()).ok_or(DriverError(sys::cudaError_enum::CUDA_ERROR_OUT_OF_MEMORY))?;
+        let start: NonNull<u8> =
+            NonNull::new(start.cast()).ok_or(DriverError(sys::cudaError_enum::CUDA_ERROR_OUT_OF_MEMORY))?;
         // SAFETY: `start` is valid for `bytes` bytes; defined contents make the slices below sound.
         unsafe { start.as_ptr().write_bytes(0, bytes) };
         Ok(Self { gpu: gpu.clone(), start, bytes })
@@ -112,7 +113,10 @@ impl LockedMap {
             let freed = unsafe {
                 self.map.unchecked_advise_range(UncheckedAdvice::DontNeed, kept, self.map.len() - kept)
             };
-            freed.map_err(|e| Error::HostMemory { what: "freeing memory".to_owned(), reason: e.to_string() })?;
+            freed.map_err(|e| Error::HostMemory {
+                what: "freeing memory".to_owned(),
+                reason: e.to_string(),
+            })?;
         }
         Ok(self.locked)
     }
@@ -120,7 +124,8 @@ impl LockedMap {
     fn register(&mut self, bytes: usize) -> Result<bool> {
         use sys::cudaError_enum as E;
         // SAFETY: the range is mapped for as long as `self` lives, and `Drop` unregisters before it unmaps.
-        let answer = unsafe { sys::cuMemHostRegister_v2(self.map.as_mut_ptr().cast(), bytes, REGISTER) }.result();
+        let answer =
+            unsafe { sys::cuMemHostRegister_v2(self.map.as_mut_ptr().cast(), bytes, REGISTER) }.result();
         match answer {
             Ok(()) => Ok(true),
             // How drivers say that they will not lock (so much) memory.

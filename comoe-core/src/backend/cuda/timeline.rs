@@ -63,7 +63,8 @@ pub(super) struct Timeline {
 
 impl Timeline {
     pub(super) fn new(gpu: &Gpu, queue: Queue) -> Result<Self> {
-        let events = (0..RING).map(|_| gpu.ctx.new_event(None).doing("making an event")).collect::<Result<_>>()?;
+        let events =
+            (0..RING).map(|_| gpu.ctx.new_event(None).doing("making an event")).collect::<Result<_>>()?;
         Ok(Self { queue, events, recorded: AtomicU64::new(0) })
     }
 
@@ -152,9 +153,7 @@ const EVERY: u64 = 4;
 
 impl Sampler {
     pub(super) fn new(gpu: &Gpu) -> Result<Self> {
-        let event = || {
-            gpu.ctx.new_event(Some(sys::CUevent_flags::CU_EVENT_DEFAULT)).doing("making an event")
-        };
+        let event = || gpu.ctx.new_event(Some(sys::CUevent_flags::CU_EVENT_DEFAULT)).doing("making an event");
         Ok(Self {
             start: event()?,
             end: event()?,

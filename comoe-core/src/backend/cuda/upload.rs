@@ -34,7 +34,8 @@ impl UploadRing {
         let event = || gpu.ctx.new_event(None).doing("making an event");
         Ok(Self {
             gpu: gpu.clone(),
-            host: PinnedBuffer::new(gpu, bytes).map_err(|e| gpu.explain_allocation("a page-locked buffer", bytes as u64, e))?,
+            host: PinnedBuffer::new(gpu, bytes)
+                .map_err(|e| gpu.explain_allocation("a page-locked buffer", bytes as u64, e))?,
             device: Slab::new(gpu, "work items", bytes)?,
             segment_bytes,
             segment: 0,
@@ -69,7 +70,8 @@ impl UploadRing {
         let address = self.device.address() + at as u64;
         // SAFETY: inside the device image; the host range is not written again before the copy is done (see `left`),
         // and both outlive it because their drops wait for the GPU.
-        unsafe { result::memcpy_htod_async(address, host, stream.cu_stream()) }.doing("uploading work items")?;
+        unsafe { result::memcpy_htod_async(address, host, stream.cu_stream()) }
+            .doing("uploading work items")?;
         Ok(address)
     }
 }
