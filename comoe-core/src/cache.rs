@@ -94,10 +94,10 @@ struct Layout {
 
 impl CacheOptions {
     /// Slots for a store, before it is known how they are divided.
-    fn slots(&self, directory: &Directory) -> Result<usize> {
+    fn slots(&self, directory: &Directory, slot_bytes: usize) -> Result<usize> {
         let all = directory.len();
         let least = self.top_k.clamp(1, all);
-        let slot_bytes = directory.largest_record() as u64;
+        let slot_bytes = slot_bytes as u64;
         let slots = match self.capacity {
             Capacity::All => all,
             Capacity::Slots(n) => n,
@@ -111,7 +111,7 @@ impl CacheOptions {
         match self.capacity {
             Capacity::Bytes(asked) if slots < least => Err(Error::PoolTooSmall {
                 asked,
-                record_bytes: directory.largest_record(),
+                record_bytes: slot_bytes as usize,
                 least: least as u64 * slot_bytes,
                 slots: least,
             }),
@@ -120,8 +120,8 @@ impl CacheOptions {
         }
     }
 
-    fn layout(&self, directory: &Directory) -> Result<Layout> {
-        let slots = self.slots(directory)?;
+    fn layout(&self, directory: &Directory, slot_bytes: usize) -> Result<Layout> {
+        let slots = self.slots(directory, slot_bytes)?;
         let experts: Vec<usize> = directory.layers().iter().map(|e| e.experts).collect();
         let mut notes = Vec::new();
         let resident = slots == directory.len();
@@ -245,7 +245,11 @@ impl<S> CacheBuilder<S> {
         if directory.is_empty() {
             return Err(Error::NoExperts { what: "the store".to_owned() });
         }
-        let layout = options.layout(&directory)?;
+        let slot_bytes = match device {
+            Device::Cuda(_) => cuda.slot_bytes(&directory),
+            _ => directory.largest_record(),
+        };
+        let layout = options.layout(&directory, slot_bytes)?;
         let backend = match backend {
             Some(backend) => backend,
             None => backend_for(&device, &source, cuda)?,
@@ -261,7 +265,7 @@ impl<S> CacheBuilder<S> {
                 Some(PrefetchEngine::new(predictor, options.prefetch_trigger, options.prefetch_width()))
             }
         };
-        let engine = Engine::new(backend, directory.clone(), pool, prefetch, rules)?;
+        let engine = Engine::new(backend, directory.clone(), pool, prefetch, slot_bytes, rules)?;
         for note in layout.notes.iter().chain(&info.notes) {
             tracing::warn!("{note}");
         }
@@ -406,8 +410,11 @@ impl CacheBuilder<ExpertStore> {
     /// # Errors
     /// [`Error::TooFewSlots`], [`Error::PoolTooSmall`] or [`Error::BadArgument`] for a capacity that does not work,
     /// [`Error::Device`] for a device that cannot be used, [`Error::NoExperts`] for an empty store.
-    pub fn build(self) -> Result<ExpertCache> {
+    pub fn build(mut self) -> Result<ExpertCache> {
         let source = self.store.source();
+        let layers = 0..source.directory().layers().len();
+        let experts: Vec<_> = layers.map(|o| (*self.store.spec(o), *self.store.layout(o))).collect();
+        self.cuda = self.cuda.with_experts(experts);
         let (core, store) = self.core(source)?;
         let ordinals = 0..core.directory.layers().len();
         let specs = ordinals.clone().map(|o| *store.spec(o)).collect();

@@ -6,7 +6,7 @@ use std::time::Instant;
 
 use candle_core::{DType, Device, Tensor};
 use comoe_core::backend::cuda::measure::gpu_report;
-use comoe_core::backend::cuda::{CudaBackend, Faults};
+use comoe_core::backend::cuda::{CudaBackend, Faults, ResidentFormat};
 use comoe_core::backend::{Backend, Fill, Queue, SlotId};
 use comoe_core::store::{Directory, RecordIndex, RecordSource};
 use comoe_core::{
@@ -248,6 +248,48 @@ fn many_tokens_give_the_same_bits_for_every_pool() {
                 let off = got.iter().zip(&exact).map(|(g, e)| f64::from(g - e).powi(2)).sum::<f64>().sqrt();
                 assert!(off < 1e-2 * norm, "{format}, {tokens} tokens: {off} of {norm}");
             }
+        }
+    }
+}
+
+/// `--resident-format bf16`: slots hold expanded records, whole arena or partial; bits do not depend on slots, the
+/// result is near that of the quantised records, and slots equal the store's records expanded on the CPU.
+#[test]
+#[ignore = "needs a CUDA device"]
+fn records_are_expanded_on_load() {
+    let device = device();
+    let spec = ExpertSpec::swiglu(256, 160);
+    let model = Model { device: &device, hidden: 256, layers: 2, experts: 8, top_k: 2 };
+    for format in [ExpertFormat::INT8, ExpertFormat::Int4 { group: 32 }] {
+        let experts = Experts::random(spec, format, 2, 8, 12);
+        let quantised =
+            cache(&experts, &device, CacheOptions::default(), &CudaOptions::default(), Rules::default());
+        let expanded = |slots, limit| {
+            let cuda = options(|o| {
+                o.resident = ResidentFormat::Bf16;
+                o.page_lock_limit = limit;
+                o.faults.poison = true;
+            });
+            let builder = ExpertCache::builder(experts.store(), &device);
+            builder.cuda(cuda).options(few_slots(slots, Prefetch::Correlation)).build().expect("a cache")
+        };
+        let resident = expanded(16, None);
+        for (slots, limit) in [(2, None), (9, None), (9, Some(0)), (9, Some(300_000))] {
+            let few = expanded(slots, limit);
+            assert_eq!(few.stats().slot_bytes, 3 * 2 * 256 * 160);
+            let mut noise = Noise(23);
+            for step in 0..60 {
+                let tokens = if step % 10 == 9 { 40 } else { 1 + step % 3 };
+                let call = model.call(step, tokens, DType::BF16, &mut noise);
+                let want = forward(&resident, &call).expect("resident");
+                let got = forward(&few, &call).expect("few slots");
+                assert!(same(&got, &want), "{format}, {slots} slots, step {step}");
+                let near = forward(&quantised, &call).expect("quantised");
+                let norm = near.iter().map(|v| f64::from(*v).powi(2)).sum::<f64>().sqrt();
+                let off = got.iter().zip(&near).map(|(g, n)| f64::from(g - n).powi(2)).sum::<f64>().sqrt();
+                assert!(off < 1e-2 * norm, "{format}, step {step}: {off} of {norm}");
+            }
+            few.check().expect("slots equal the expanded store");
         }
     }
 }

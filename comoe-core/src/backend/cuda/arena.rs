@@ -8,6 +8,7 @@ use rayon::prelude::*;
 use super::CudaOptions;
 use super::context::Gpu;
 use super::pinned::LockedMap;
+use super::sender::Piece;
 use crate::error::Result;
 use crate::expert::RECORD_ALIGN;
 use crate::machine;
@@ -26,6 +27,14 @@ pub(super) struct Place {
     pub(super) host: usize,
     /// The same bytes as kernels see them.
     pub(super) device: u64,
+}
+
+impl Place {
+    /// The first `bytes` of `record`, which lies here, on their way to `to`.
+    pub(super) fn piece(self, record: RecordIndex, to: u64, bytes: usize) -> Piece {
+        let device_offset = self.device.wrapping_sub(self.host as u64);
+        Piece { record, to, from: self.host as u64, device_offset, bytes }
+    }
 }
 
 /// Page-locked records.

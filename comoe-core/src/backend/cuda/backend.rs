@@ -1,5 +1,6 @@
 //! The CUDA backend.
 
+use std::borrow::Cow;
 use std::sync::Arc;
 
 use candle_core::{CudaDevice, DType, Device, Tensor};
@@ -21,7 +22,8 @@ use crate::backend::{Backend, BackendInfo, Fill, Queue, SlotId, Ticket, Transfer
 use crate::error::{Error, Result};
 use crate::expert::{ExpertLayout, ExpertSpec, WeightOn};
 use crate::format::ExpertFormat;
-use crate::store::RecordSource;
+use crate::format::record::convert_record;
+use crate::store::{RecordIndex, RecordSource};
 
 /// Up to this many tokens a record is dequantised while it is multiplied; for more it is dequantised first and
 /// multiplied as a dense matrix. The call's own token count decides, nothing else, so output does not depend on slots.
@@ -37,7 +39,7 @@ pub struct CudaBackend {
     // In order of dropping: first who enqueues, then what is used, then the memory.
     copies: Option<Copies>,
     step: Option<Step>,
-    kernels: Kernels,
+    kernels: Arc<Kernels>,
     upload: UploadRing,
     hidden: Workspace,
     partial: Workspace,
@@ -125,7 +127,7 @@ impl CudaBackend {
     pub fn new(device: &CudaDevice, source: Arc<dyn RecordSource>, options: CudaOptions) -> Result<Self> {
         let gpu = Gpu::of(device);
         gpu.bind()?;
-        let kernels = Kernels::load(&gpu.ctx)?;
+        let kernels = Arc::new(Kernels::load(&gpu.ctx)?);
         let arena = Arc::new(Arena::load(&gpu, &*source, &options)?);
         Ok(Self {
             copies: None,
@@ -193,7 +195,10 @@ impl CudaBackend {
         let dense = tokens > MOST_GEMV_TOKENS && x.dtype() != DType::F32;
         Ok(Ffn {
             spec: *spec,
-            layout: *layout,
+            layout: match self.options.expansions.is_empty() {
+                true => *layout,
+                false => ExpertLayout::new(spec, ExpertFormat::Bf16),
+            },
             x,
             x_address,
             y,
@@ -379,6 +384,9 @@ impl Backend for CudaBackend {
             true => "a step's missing experts are copied in one driver call".to_owned(),
             false => "the driver is older than CUDA 12.8: missing experts are copied one by one".to_owned(),
         });
+        if !self.options.expansions.is_empty() {
+            notes.push("slots hold experts expanded to bf16".to_owned());
+        }
         if self.compute.is_apart() {
             notes.push(
                 "the device has a stream per thread: a step waits for the caller's stream and back (open it with \
@@ -396,7 +404,9 @@ impl Backend for CudaBackend {
                 reason: "slots are allocated once".to_owned(),
             });
         }
-        let slot_bytes = slot_bytes.next_multiple_of(crate::expert::RECORD_ALIGN);
+        let slot_bytes = slot_bytes
+            .max(self.options.slot_bytes(self.source.directory()))
+            .next_multiple_of(crate::expert::RECORD_ALIGN);
         let what = format!("{slots} slots of {slot_bytes} bytes");
         let bytes = slots.checked_mul(slot_bytes).ok_or_else(|| Error::BadArgument {
             what: "slots",
@@ -405,9 +415,16 @@ impl Backend for CudaBackend {
         let slab = Slab::new(&self.gpu, &what, bytes)?;
         let slots = Slots { base: slab.address(), stride: slot_bytes, count: slots };
         self.slab = Some(slab);
-        let faults = self.options.faults.clone();
-        self.copies =
-            Some(Copies::new(&self.gpu, &self.timelines, &self.source, &self.arena, slots, faults)?);
+        let options = self.options.clone();
+        self.copies = Some(Copies::new(
+            &self.gpu,
+            &self.timelines,
+            &self.source,
+            &self.arena,
+            slots,
+            &self.kernels,
+            options,
+        )?);
         Ok(())
     }
 
@@ -473,6 +490,14 @@ impl Backend for CudaBackend {
                 Ok(out)
             }
         }
+    }
+
+    fn slot_image<'a>(&self, record: RecordIndex, stored: &'a [u8]) -> Result<Cow<'a, [u8]>> {
+        let layer = self.source.directory().layers().partition_point(|e| e.first <= record.0).wrapping_sub(1);
+        let Some(expansion) = self.options.expansions.get(layer) else { return Ok(Cow::Borrowed(stored)) };
+        let mut image = vec![0; expansion.to.record_bytes];
+        convert_record(&expansion.from, stored, &expansion.to, &mut image)?;
+        Ok(Cow::Owned(image))
     }
 
     fn synchronize(&mut self) -> Result<()> {

@@ -74,14 +74,6 @@ impl Batch {
         self.bytes.push(bytes);
     }
 
-    pub(super) fn total(&self) -> u64 {
-        self.bytes.iter().map(|&b| b as u64).sum()
-    }
-
-    pub(super) fn is_empty(&self) -> bool {
-        self.bytes.is_empty()
-    }
-
     /// Enqueues the copies on `stream`, in one call where the driver can, and starts anew. They are not ordered among
     /// each other.
     pub(super) fn enqueue(&mut self, stream: &CudaStream, single: bool) -> Result<()> {

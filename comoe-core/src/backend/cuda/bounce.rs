@@ -63,6 +63,21 @@ impl Bounce {
         matches!(self.memory, Memory::Locked(_))
     }
 
+    /// What kernels add to an address that [`Self::read`] returned to find the same bytes.
+    ///
+    /// # Errors
+    /// [`Error::Device`] when the buffer is not page-locked, so that kernels cannot read it.
+    pub(super) fn device_offset(&self) -> Result<u64> {
+        match &self.memory {
+            Memory::Locked(buffer) => Ok(buffer.device_address()?.wrapping_sub(buffer.address() as u64)),
+            Memory::Pageable(_) => Err(Error::Device {
+                asked: "experts expanded to bf16 on load".to_owned(),
+                reason: "needs page-locked memory and the driver grants none: keep experts quantized"
+                    .to_owned(),
+            }),
+        }
+    }
+
     /// Waits until a half is free and reads up to [`Self::group`] records, `(record, bytes)`, into it side by side.
     /// Returns where each begins. The records stay until the copies that [`Self::hold_until`] is told about are done.
     pub(super) fn read(

@@ -16,11 +16,12 @@ use std::time::Duration;
 use cudarc::driver::{CudaEvent, CudaStream, result};
 
 use super::arena::Arena;
-use super::batch::Batch;
 use super::bounce::Bounce;
 use super::context::{Doing, Gpu};
-use super::options::Faults;
-use super::timeline::{OwnStream, Rank, Sampler, Timelines};
+use super::kernels::Kernels;
+use super::options::CudaOptions;
+use super::sender::{Piece, Sender};
+use super::timeline::{OwnStream, Rank, Timelines};
 use crate::backend::{Fill, Queue, SlotId, Ticket};
 use crate::error::{Error, Result};
 use crate::expert::ExpertId;
@@ -84,8 +85,7 @@ impl Failure {
 
 /// What enqueueing needs; held by whoever enqueues on the lane.
 struct Issuer {
-    batch: Batch,
-    sampler: Sampler,
+    sender: Sender,
     bounce: Option<Bounce>,
     piece_done: CudaEvent,
 }
@@ -112,7 +112,7 @@ struct Shared {
     source: Arc<dyn RecordSource>,
     arena: Arc<Arena>,
     slots: Slots,
-    faults: Faults,
+    options: CudaOptions,
     closing: AtomicBool,
     demand: Lane,
     prefetch: Lane,
@@ -131,7 +131,8 @@ impl Copies {
         source: &Arc<dyn RecordSource>,
         arena: &Arc<Arena>,
         slots: Slots,
-        faults: Faults,
+        kernels: &Arc<Kernels>,
+        options: CudaOptions,
     ) -> Result<Self> {
         let lane = |queue, rank| -> Result<Lane> {
             let bounce = match arena.is_whole() {
@@ -144,8 +145,7 @@ impl Copies {
                 state: Mutex::default(),
                 changed: Condvar::new(),
                 issuer: Mutex::new(Issuer {
-                    batch: Batch::default(),
-                    sampler: Sampler::new(gpu)?,
+                    sender: Sender::new(gpu, kernels, &options)?,
                     bounce,
                     piece_done: gpu.ctx.new_event(None).doing("making an event")?,
                 }),
@@ -153,16 +153,17 @@ impl Copies {
                 urgent: AtomicU64::new(0),
             })
         };
+        let (demand, prefetch) = (lane(Queue::Demand, Rank::First)?, lane(Queue::Prefetch, Rank::Last)?);
         let shared = Arc::new(Shared {
             gpu: gpu.clone(),
             timelines: timelines.clone(),
             source: source.clone(),
             arena: arena.clone(),
             slots,
-            faults,
+            options,
             closing: AtomicBool::new(false),
-            demand: lane(Queue::Demand, Rank::First)?,
-            prefetch: lane(Queue::Prefetch, Rank::Last)?,
+            demand,
+            prefetch,
         });
         let mut this = Self { shared, workers: Vec::new() };
         for (queue, name) in [(Queue::Demand, "comoe-demand"), (Queue::Prefetch, "comoe-prefetch")] {
@@ -219,7 +220,7 @@ impl Copies {
 
     /// How long the queue's copies have kept the link busy, estimated.
     pub(super) fn time(&self, queue: Queue) -> Duration {
-        lock(&self.shared.lane(queue).issuer).sampler.total()
+        lock(&self.shared.lane(queue).issuer).sender.time()
     }
 }
 
@@ -356,14 +357,14 @@ impl Shared {
 
     fn try_issue(&self, lane: &Lane, seq: u64, after: &[Ticket], fills: &[Fill]) -> Result<()> {
         self.gpu.bind()?;
-        let stream = &**lane.stream.get();
+        let stream = lane.stream.get();
         for &ticket in after {
             self.hold(stream, ticket)?;
         }
-        self.faults.delay(stream, seq)?;
-        if self.faults.poison {
+        self.options.faults.delay(stream, seq)?;
+        if self.options.faults.poison {
             for fill in fills {
-                let bytes = self.source.directory().record_bytes(fill.record);
+                let bytes = self.slots.stride;
                 let slot = self.slots.address(fill.slot, bytes)?;
                 // SAFETY: inside the slab, and ordered behind the slot's last reader like the fill itself.
                 unsafe { result::memset_d8_async(slot, 0xff, bytes, stream.cu_stream()) }
@@ -380,42 +381,46 @@ impl Shared {
     }
 
     /// All at once: what is page-locked in one batch, the rest behind it through the bounce buffer.
-    fn send(&self, issuer: &mut Issuer, stream: &CudaStream, fills: &[Fill]) -> Result<()> {
+    fn send(&self, issuer: &mut Issuer, stream: &Arc<CudaStream>, fills: &[Fill]) -> Result<()> {
+        let directory = self.source.directory();
         let mut unlocked = Vec::new();
         for &fill in fills {
             self.may_break(issuer, stream, fill)?;
-            let bytes = self.source.directory().record_bytes(fill.record);
+            let bytes = directory.record_bytes(fill.record);
             let to = self.slots.address(fill.slot, bytes)?;
-            match self.arena.place(fill.record) {
-                // SAFETY: the arena outlives the queues, and the schedule keeps the slot for this fill until the
-                // batch's ticket is reached.
-                Some(place) => unsafe { issuer.batch.push(to, place.host as u64, bytes) },
-                None => unlocked.push((fill.record, to, bytes)),
-            }
+            let Some(place) = self.arena.place(fill.record) else {
+                unlocked.push((fill.record, to, bytes));
+                continue;
+            };
+            // SAFETY: the arena outlives the queues, and the schedule keeps the slot for this fill until the batch's
+            // ticket is reached.
+            unsafe { issuer.sender.push(stream, directory, place.piece(fill.record, to, bytes)) }?;
         }
-        issuer.flush(stream)?;
+        issuer.sender.flush(stream, false)?;
         self.send_unlocked(issuer, stream, &unlocked)
     }
 
     fn send_unlocked(
         &self,
         issuer: &mut Issuer,
-        stream: &CudaStream,
+        stream: &Arc<CudaStream>,
         fills: &[(RecordIndex, u64, usize)],
     ) -> Result<()> {
         if fills.is_empty() {
             return Ok(());
         }
-        let Issuer { batch, sampler, bounce, .. } = issuer;
+        let Issuer { sender, bounce, .. } = issuer;
         let bounce = bounce.as_mut().ok_or_else(no_bounce)?;
+        let device_offset = if sender.expands() { bounce.device_offset()? } else { 0 };
         for group in fills.chunks(bounce.group()) {
             let sources = bounce.read(&*self.source, group.iter().map(|f| (f.0, f.2)))?;
-            for (&(_, to, bytes), &from) in group.iter().zip(sources) {
+            for (&(record, to, bytes), &from) in group.iter().zip(sources) {
+                let piece = Piece { record, to, from, device_offset, bytes };
                 // SAFETY: the bounce buffer is not touched before `hold_until` says that these copies are done; for
                 // the slot see `send`.
-                unsafe { batch.push(to, from, bytes) };
+                unsafe { sender.push(stream, self.source.directory(), piece) }?;
             }
-            flush(batch, sampler, stream, !bounce.is_locked())?;
+            sender.flush(stream, !bounce.is_locked())?;
             bounce.hold_until(stream)?;
         }
         Ok(())
@@ -424,37 +429,41 @@ impl Shared {
     /// Piece by piece, each behind the one before, none while demand is on its way; all at once as soon as someone
     /// waits for it.
     fn send_politely(&self, lane: &Lane, issuer: &mut Issuer, seq: u64, fills: &[Fill]) -> Result<()> {
-        let stream = &**lane.stream.get();
+        let stream = lane.stream.get();
         for &fill in fills {
             self.may_break(issuer, stream, fill)?;
             let bytes = self.source.directory().record_bytes(fill.record);
             let to = self.slots.address(fill.slot, bytes)?;
             let place = self.arena.place(fill.record);
-            let from = match place {
-                Some(place) => place.host as u64,
-                None => {
-                    let bounce = issuer.bounce.as_mut().ok_or_else(no_bounce)?;
-                    bounce.read(&*self.source, [(fill.record, bytes)])?[0]
+            let Issuer { sender, bounce, piece_done } = &mut *issuer;
+            let whole = match (place, &mut *bounce) {
+                (Some(place), _) => place.piece(fill.record, to, bytes),
+                (None, Some(bounce)) => {
+                    let device_offset = if sender.expands() { bounce.device_offset()? } else { 0 };
+                    let from = bounce.read(&*self.source, [(fill.record, bytes)])?[0];
+                    Piece { record: fill.record, to, from, device_offset, bytes }
                 }
+                (None, None) => return Err(no_bounce()),
             };
             let mut at = 0;
             while at < bytes {
                 let polite = self.wait_for_turn(lane, seq)?;
-                let piece = if polite { PIECE.min(bytes - at) } else { bytes - at };
+                let most = if polite && !sender.expands() { PIECE } else { bytes };
+                let len = most.min(bytes - at);
+                let piece = Piece { to: to + at as u64, from: whole.from + at as u64, bytes: len, ..whole };
                 // SAFETY: as in `send` and `send_unlocked`.
-                unsafe { issuer.batch.push(to + at as u64, from + at as u64, piece) };
-                let single = issuer.bounce.as_ref().is_some_and(|b| !b.is_locked());
-                flush(&mut issuer.batch, &mut issuer.sampler, stream, single)?;
-                at += piece;
+                unsafe { sender.push(stream, self.source.directory(), piece) }?;
+                sender.flush(stream, place.is_none() && bounce.as_ref().is_some_and(|b| !b.is_locked()))?;
+                at += len;
                 if polite {
-                    issuer.piece_done.record(stream).doing("recording an event")?;
+                    piece_done.record(stream).doing("recording an event")?;
                     self.pause_while(lane, seq, || {
-                        issuer.piece_done.try_is_complete().map(|done| !done).doing("copying ahead of time")
+                        piece_done.try_is_complete().map(|done| !done).doing("copying ahead of time")
                     })?;
                 }
             }
             if place.is_none()
-                && let Some(bounce) = &mut issuer.bounce
+                && let Some(bounce) = bounce
             {
                 bounce.hold_until(stream)?;
             }
@@ -490,17 +499,21 @@ impl Shared {
     }
 
     /// The injected failure: half of the record arrives, then the link breaks.
-    fn may_break(&self, issuer: &mut Issuer, stream: &CudaStream, fill: Fill) -> Result<()> {
-        if self.faults.fail_half_way != Some(fill.record) {
+    fn may_break(&self, issuer: &mut Issuer, stream: &Arc<CudaStream>, fill: Fill) -> Result<()> {
+        if self.options.faults.fail_half_way != Some(fill.record) {
             return Ok(());
         }
         let half = self.source.directory().record_bytes(fill.record) / 2;
         let to = self.slots.address(fill.slot, half)?;
-        if let Some(place) = self.arena.place(fill.record) {
+        if let Some(place) = self.arena.place(fill.record)
+            && !issuer.sender.expands()
+        {
             // SAFETY: as in `send`.
-            unsafe { issuer.batch.push(to, place.host as u64, half) };
-            issuer.flush(stream)?;
+            unsafe {
+                issuer.sender.push(stream, self.source.directory(), place.piece(fill.record, to, half))
+            }?;
         }
+        issuer.sender.flush(stream, false)?;
         let id = self.source.directory().id(fill.record);
         Err(Error::FillFailed { id, reason: format!("the transfer stopped after {half} bytes (injected)") })
     }
@@ -511,20 +524,4 @@ fn no_bounce() -> Error {
         what: "arena",
         reason: "a record has neither a place nor a bounce buffer".to_owned(),
     }
-}
-
-impl Issuer {
-    fn flush(&mut self, stream: &CudaStream) -> Result<()> {
-        flush(&mut self.batch, &mut self.sampler, stream, false)
-    }
-}
-
-fn flush(batch: &mut Batch, sampler: &mut Sampler, stream: &CudaStream, single: bool) -> Result<()> {
-    if batch.is_empty() {
-        return Ok(());
-    }
-    sampler.begin(stream)?;
-    let bytes = batch.total();
-    batch.enqueue(stream, single)?;
-    sampler.end(stream, bytes)
 }

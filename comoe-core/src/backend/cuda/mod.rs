@@ -1,7 +1,7 @@
 //! CUDA: slots in one allocation, records in page-locked memory, copies on streams of their own, fused kernels.
 //!
 //! Reading order: `context` (devices), `slab` and `pinned` (memory), `arena` (records in page-locked memory),
-//! `timeline` (streams and tickets), `batch`, `bounce` and `copies` (the copy queues), `compute` and `upload` (the
+//! `timeline` (streams and tickets), `batch`, `expand`, `sender`, `bounce` and `copies` (the copy queues), `compute` and `upload` (the
 //! compute queue), `kernels`, and the backend that puts them together. A backend serves one GPU and nothing here is
 //! global, so several GPUs are several backends.
 
@@ -20,12 +20,16 @@ mod context;
 #[cfg(feature = "cuda")]
 mod copies;
 #[cfg(feature = "cuda")]
+mod expand;
+#[cfg(feature = "cuda")]
 pub mod kernels;
 #[cfg(feature = "cuda")]
 pub mod measure;
 mod options;
 #[cfg(feature = "cuda")]
 mod pinned;
+#[cfg(feature = "cuda")]
+mod sender;
 #[cfg(feature = "cuda")]
 mod slab;
 #[cfg(feature = "cuda")]
@@ -39,7 +43,7 @@ pub use backend::{CudaBackend, MOST_GEMV_TOKENS, workspace_bytes};
 pub use context::{cuda_device, cuda_device_count};
 #[doc(hidden)]
 pub use options::Faults;
-pub use options::{CudaOptions, Progress};
+pub use options::{CudaOptions, Progress, ResidentFormat};
 
 /// Opens a GPU; this build cannot.
 ///

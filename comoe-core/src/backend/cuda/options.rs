@@ -2,10 +2,46 @@
 
 use std::sync::Arc;
 
-use crate::store::RecordIndex;
+use crate::expert::{ExpertLayout, ExpertSpec};
+use crate::format::ExpertFormat;
+use crate::store::{Directory, RecordIndex};
 
 /// Called while experts are read into page-locked memory with the bytes done so far and in all.
 pub type Progress = Arc<dyn Fn(u64, u64) + Send + Sync>;
+
+/// What a slot holds.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+#[non_exhaustive]
+pub enum ResidentFormat {
+    /// The record as it is stored; kernels dequantise while they multiply. The most experts fit.
+    #[default]
+    AsStored,
+    /// The record expanded to BF16 when it is loaded. Fewer experts fit (a third or so of INT4's), and steps of many
+    /// tokens need not expand them again.
+    Bf16,
+}
+
+impl std::str::FromStr for ResidentFormat {
+    type Err = crate::Error;
+
+    fn from_str(s: &str) -> crate::Result<Self> {
+        match s {
+            "quantized" => Ok(Self::AsStored),
+            "bf16" => Ok(Self::Bf16),
+            _ => {
+                let reason = format!("{s:?} is unknown: use quantized or bf16");
+                Err(crate::Error::BadArgument { what: "resident format", reason })
+            }
+        }
+    }
+}
+
+/// A stored layout, and the BF16 one that it becomes in a slot.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Expansion {
+    pub(crate) from: ExpertLayout,
+    pub(crate) to: ExpertLayout,
+}
 
 /// Options of the CUDA backend.
 #[derive(Clone, Default)]
@@ -14,6 +50,10 @@ pub struct CudaOptions {
     /// Most host memory to page-lock for experts, in bytes. Default: as much as memory allows. What is not locked
     /// passes through a small locked buffer, which is slower; 0 locks no expert.
     pub page_lock_limit: Option<u64>,
+    /// What slots hold. Only for experts: a cache of other records holds them as they are.
+    pub resident: ResidentFormat,
+    /// By layer ordinal, once the experts are known (`with_experts`); empty: records are opaque.
+    pub(crate) expansions: Arc<[Expansion]>,
     /// Told how far loading is.
     pub progress: Option<Progress>,
     /// Pretend that the driver refuses to page-lock more than this, in bytes.
@@ -23,10 +63,34 @@ pub struct CudaOptions {
     pub faults: Faults,
 }
 
+impl CudaOptions {
+    /// Tells the options what the records are, by layer ordinal. The builder of an expert cache does this.
+    #[must_use]
+    pub fn with_experts(mut self, experts: impl IntoIterator<Item = (ExpertSpec, ExpertLayout)>) -> Self {
+        self.expansions = match self.resident {
+            ResidentFormat::AsStored => Arc::default(),
+            ResidentFormat::Bf16 => {
+                let to = |spec: &ExpertSpec| ExpertLayout::new(spec, ExpertFormat::Bf16);
+                let all: Vec<_> =
+                    experts.into_iter().map(|(spec, from)| Expansion { from, to: to(&spec) }).collect();
+                // What is stored in BF16 is copied as it is.
+                if all.iter().all(|e| e.from == e.to) { Arc::default() } else { all.into() }
+            }
+        };
+        self
+    }
+
+    /// Bytes that a slot needs for any record of `directory`.
+    pub fn slot_bytes(&self, directory: &Directory) -> usize {
+        self.expansions.iter().map(|e| e.to.record_bytes).max().unwrap_or_else(|| directory.largest_record())
+    }
+}
+
 impl std::fmt::Debug for CudaOptions {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("CudaOptions")
             .field("page_lock_limit", &self.page_lock_limit)
+            .field("resident", &self.resident)
             .field("progress", &self.progress.is_some())
             .field("page_lock_fails_at", &self.page_lock_fails_at)
             .field("faults", &self.faults)
@@ -74,5 +138,27 @@ impl Faults {
             )
         }
         .doing("injecting a delay")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn slots_are_as_large_as_what_they_hold() {
+        let spec = ExpertSpec::swiglu(256, 128);
+        let stored = ExpertLayout::new(&spec, ExpertFormat::INT4);
+        let directory = Directory::new([(0, 2, stored.record_bytes)]).unwrap();
+        let plain = CudaOptions::default().with_experts([(spec, stored)]);
+        assert_eq!(plain.slot_bytes(&directory), stored.record_bytes);
+        let expanded = CudaOptions { resident: ResidentFormat::Bf16, ..Default::default() };
+        // Opaque records stay as they are.
+        assert_eq!(expanded.slot_bytes(&directory), stored.record_bytes);
+        let expanded = expanded.with_experts([(spec, stored)]);
+        assert_eq!(expanded.slot_bytes(&directory), 3 * 2 * 256 * 128);
+
+        assert_eq!("bf16".parse::<ResidentFormat>().unwrap(), ResidentFormat::Bf16);
+        assert!("int4".parse::<ResidentFormat>().unwrap_err().to_string().contains("quantized or bf16"));
     }
 }
