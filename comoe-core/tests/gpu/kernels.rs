@@ -40,12 +40,12 @@ fn gate_up_and_down_are_what_f64_says() {
                 bias: n % 2 == 1,
                 ..ExpertSpec::swiglu(hidden, intermediate)
             };
-            let experts = Experts::random(spec, format, 5, &mut rng);
+            let big = hidden * intermediate > 2_000_000;
+            let (count, all_tokens): (_, &[usize]) = if big { (3, &[1, 5]) } else { (5, &[1, 2, 7, 32]) };
+            let experts = Experts::random(spec, format, count, &mut rng);
             let (_records, places) = upload(&gpu, &experts);
-            let all_tokens: &[usize] =
-                if hidden * intermediate > 2_000_000 { &[1, 5] } else { &[1, 2, 7, 32] };
             for &tokens in all_tokens {
-                let routing = Routing::random(tokens, 5, 1 + cases % 3, &mut rng);
+                let routing = Routing::random(tokens, count, 1 + cases % 3, &mut rng);
                 let x = X::new(&rng.many(tokens * hidden, 3.0), DTYPES[cases % 3]);
                 let mut groups = routing.groups();
                 groups.reverse();
