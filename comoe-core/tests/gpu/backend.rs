@@ -55,7 +55,7 @@ fn conforms_with_nothing_page_locked() {
 #[test]
 #[ignore = "needs a CUDA device"]
 fn conforms_with_a_partial_arena() {
-    conforms(&device(), options(|o| o.page_lock_limit = Some(20_000)));
+    conforms(&device(), options(|o| o.page_lock_limit = Some(100_000)));
 }
 
 /// The driver refuses half-way; cases.md 9 to 12.
