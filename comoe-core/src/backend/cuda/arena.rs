@@ -3,13 +3,15 @@
 //! Records that find no place stay with the source and pass through a bounce buffer when they are needed. So there is
 //! never a pageable second copy of a record.
 
+use std::sync::atomic::{AtomicU64, Ordering};
+
 use rayon::prelude::*;
 
 use super::CudaOptions;
 use super::context::Gpu;
 use super::pinned::LockedMap;
 use super::sender::Piece;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::expert::RECORD_ALIGN;
 use crate::machine;
 use crate::stats::human_bytes;
@@ -17,6 +19,8 @@ use crate::store::{RecordIndex, RecordSource};
 
 /// Most bytes registered at once. No record straddles two registrations: one copy must lie inside one.
 const CHUNK: usize = 1 << 30;
+/// Progress is told once per so many bytes.
+const PROGRESS: u64 = 64 << 20;
 /// What stays free for everybody else: at least this, or a sixteenth of all memory.
 const LEAVE_FREE: u64 = 2 << 30;
 
@@ -83,9 +87,6 @@ impl Arena {
                 break;
             }
             left -= plan.bytes as u64;
-            if let Some(progress) = &options.progress {
-                progress(this.locked, total);
-            }
             if !this.load_chunk(gpu, source, &plan, options)? {
                 let limit = machine::lock_limit().map_or("unlimited".to_owned(), human_bytes);
                 this.why_partial = Some(format!(
@@ -120,7 +121,18 @@ impl Arena {
             rest = behind;
             begun = at + len;
         }
-        parts.into_par_iter().try_for_each(|(record, part)| source.read(record, part))?;
+        let done = AtomicU64::new(self.locked);
+        parts.into_par_iter().try_for_each(|(record, part)| {
+            source.read(record, part)?;
+            let before = done.fetch_add(part.len() as u64, Ordering::Relaxed);
+            let now = before + part.len() as u64;
+            if let Some(progress) = &options.progress
+                && before / PROGRESS != now / PROGRESS
+            {
+                progress(now, self.total);
+            }
+            Ok::<_, Error>(())
+        })?;
 
         let most = options.page_lock_fails_at.map_or(usize::MAX, |n| n.saturating_sub(self.locked) as usize);
         let locked = map.lock(most)?;
