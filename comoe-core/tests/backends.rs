@@ -1,6 +1,5 @@
 //! The conformance suite on the backends that need no device.
 
-#[path = "common/conformance.rs"]
 mod conformance;
 
 use candle_core::Device;

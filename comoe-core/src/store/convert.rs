@@ -51,40 +51,38 @@ impl ExpertStore {
     ///
     /// Experts of a checkpoint are packed from its own precision; records of another format are unpacked to F32 and
     /// packed again. With a cache folder, the result is a packed store there, under a name that has the format and a
-    /// key of the source in it (names, lengths, times and headers of the shards, and samples of their data). A store found under that name is used if its header, key, layers and length
-    /// are right, and written anew otherwise. Memory in use meanwhile is a few records per thread.
+    /// key of the source in it (names, lengths, times and headers of the shards, and samples of their data). A store
+    /// found under that name is used if its header, key, layers and length are right, and written anew otherwise. A
+    /// source of the caller's own has no key; its converted records are kept in memory. Memory in use while a file
+    /// is written is a few records per thread.
     ///
     /// # Errors
-    /// [`Error::Io`] when the cache folder cannot be written; [`Error::BadTensor`] for a weight that the format cannot
-    /// hold (NaN, infinite), [`Error::FillFailed`] for the same in a record; [`Error::BadArgument`] for a cache folder with
-    /// a store [`Self::from_source`], whose records have no key.
+    /// [`Error::Io`] when the cache folder cannot be written; [`Error::BadTensor`] for a weight that the format
+    /// cannot hold (NaN, infinite), [`Error::FillFailed`] for the same in a record.
     pub fn into_format_with(self, format: ExpertFormat, options: &ConvertOptions<'_>) -> Result<Self> {
         if format == self.format {
             return Ok(self);
         }
         let recipe = format!("{PACKING} {format} {:?}", self.specs);
         let key = self.key().map(|key| key.with(recipe.as_bytes()));
-        let layers = self.directory().layers().iter().zip(self.specs());
         let info = PackedInfo {
             format,
-            layers: layers
-                .map(|(l, spec)| PackedLayer { layer: l.layer, experts: l.experts, spec: *spec })
+            layers: self
+                .directory()
+                .layers()
+                .iter()
+                .zip(self.specs())
+                .map(|(entry, spec)| PackedLayer { layer: entry.layer, experts: entry.experts, spec: *spec })
                 .collect(),
-            source: key.map(|key| key.to_string()).unwrap_or_default(),
+            source: key.map_or_else(String::new, |key| key.to_string()),
         };
         let layouts = info.layouts();
         let converter = Converter { store: &self, layouts: &layouts, directory: info.directory()?, options };
-        let (origin, note) = match &options.cache_dir {
+        let (origin, note) = match options.cache_dir.as_ref().filter(|_| key.is_some()) {
             None => {
                 let source = Arc::new(converter.to_memory()?);
                 let note = format!("{format} records are kept in memory and are made again at every start");
-                (Origin::Source(source, key), note)
-            }
-            Some(_) if key.is_none() => {
-                return Err(Error::BadArgument {
-                    what: "cache_dir",
-                    reason: "records of a source have no key to find them by; convert them in memory".into(),
-                });
+                (Origin::Records(source, key), note)
             }
             Some(folder) => {
                 std::fs::create_dir_all(folder).map_err(|e| Error::io(folder, e))?;
@@ -168,7 +166,7 @@ impl Converter<'_> {
         let ordinal = self.directory.ordinal_of(record);
         match &self.store.origin {
             Origin::Checkpoint(source) => source.pack(record, &self.layouts[ordinal], out),
-            Origin::Packed(_) | Origin::Source(..) => {
+            Origin::Packed(_) | Origin::Records(..) => {
                 let from = self.store.layout(ordinal);
                 scratch.resize(from.record_bytes, 0);
                 self.store.source_ref().read(record, scratch)?;
@@ -369,21 +367,22 @@ mod tests {
         let model = TinyMoe { hidden: 40, ..TinyMoe::new(Style::Qwen) };
         let made = model.shards().write_indexed();
         let store = open(&made);
-        let source = || Arc::new(MemorySource::new(store.directory().clone(), boxed(&store)).unwrap());
-        let again = || ExpertStore::from_source(source(), store.specs().to_vec(), store.format()).unwrap();
+        let records = || all_records(&*store.source()).into_iter().map(Vec::into_boxed_slice).collect();
+        let source = || Arc::new(MemorySource::new(store.directory().clone(), records()).unwrap());
+        let specs = || store.specs().to_vec();
+        let cache = tempfile::tempdir().unwrap();
+        let again = ExpertStore::from_source(source(), specs(), store.format()).unwrap();
+        let (again, converted) = convert(again, INT8, cache.path());
+        assert_eq!(converted, 8);
         let expected = all_records(&*open(&made).into_format(INT8).unwrap().source());
-        assert_eq!(all_records(&*again().into_format(INT8).unwrap().source()), expected);
-        let options = ConvertOptions { cache_dir: Some(made.path().to_owned()), progress: None };
-        let error = again().into_format_with(INT8, &options).unwrap_err().to_string();
-        assert!(error.contains("no key"), "{error}");
-        let few = ExpertStore::from_source(source(), store.specs()[..1].to_vec(), store.format());
-        assert!(few.unwrap_err().to_string().contains("has 2 layers, 1 specs"));
-        let other = ExpertStore::from_source(source(), store.specs().to_vec(), INT4).unwrap_err().to_string();
-        assert!(other.contains("layer 1 has records of 1536 bytes"), "{other}");
-    }
-
-    fn boxed(store: &ExpertStore) -> Vec<Box<[u8]>> {
-        all_records(&*store.source()).into_iter().map(Vec::into_boxed_slice).collect()
+        assert_eq!(all_records(&*again.source()), expected);
+        // Without a key nothing can be found again, so nothing is written, and that is said.
+        assert_eq!(std::fs::read_dir(cache.path()).unwrap().count(), 0);
+        assert!(again.notes()[0].contains("in memory"), "{:?}", again.notes());
+        let few = ExpertStore::from_source(source(), specs()[..1].to_vec(), store.format());
+        assert!(few.unwrap_err().to_string().contains("1 specs for 2 layers"));
+        let other = ExpertStore::from_source(source(), specs(), INT4).unwrap_err().to_string();
+        assert!(other.contains("layer 1 have 1536 bytes, int4-g32 needs"), "{other}");
     }
 
     #[test]

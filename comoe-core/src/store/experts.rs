@@ -10,7 +10,7 @@ use super::naming::Naming;
 use super::packed::PackedFile;
 use super::survey::survey;
 use super::{Directory, RecordSource};
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::expert::{Activation, ExpertLayout, ExpertSpec, WeightOn};
 use crate::format::ExpertFormat;
 
@@ -36,8 +36,8 @@ pub(super) enum Origin {
     Checkpoint(Arc<CheckpointSource>),
     /// Records of a packed file.
     Packed(Arc<PackedFile>),
-    /// Other records, and the key of what they were made from where there is one.
-    Source(Arc<dyn RecordSource>, Option<Fingerprint>),
+    /// Records of another source, and the key of what they were made from, where it is known.
+    Records(Arc<dyn RecordSource>, Option<Fingerprint>),
 }
 
 impl ExpertStore {
@@ -54,11 +54,12 @@ impl ExpertStore {
     }
 
     /// Finds the experts of an opened checkpoint. Sizes come from the tensors' shapes; experts are taken as SwiGLU
-    /// with the routing weight on the output until [`Self::with_activation`] or [`Self::with_weight_on`] says otherwise.
+    /// with the routing weight on the output until [`Self::with_activation`] or [`Self::with_weight_on`] says
+    /// otherwise.
     ///
     /// # Errors
-    /// [`Error::NoExperts`]; [`Error::UnknownExpertTensor`];
-    /// [`Error::BadTensor`] for an expert that is incomplete or differs from the others in shape or
+    /// [`Error::NoExperts`](crate::Error::NoExperts); [`Error::UnknownExpertTensor`](crate::Error::UnknownExpertTensor);
+    /// [`Error::BadTensor`](crate::Error::BadTensor) for an expert that is incomplete or differs from the others in shape or
     /// type.
     pub fn from_checkpoint(checkpoint: Arc<Checkpoint>, naming: &Naming) -> Result<Self> {
         let found = survey(&checkpoint, naming)?;
@@ -101,39 +102,35 @@ impl ExpertStore {
         }
     }
 
-    /// A store of the records of any source, one spec for each of its layers, all in `format`.
+    /// A store of records that the caller makes or keeps: `source`'s records are experts in `format`, those of its
+    /// `i`-th layer laid out for `specs[i]` as [`ExpertLayout::new`] does.
     ///
     /// # Errors
-    /// [`Error::BadArgument`] when there is not one spec for each layer, or a layer's records have another size than
-    /// experts of its spec have in `format`.
+    /// [`Error::BadArgument`](crate::Error::BadArgument) when there is not one spec per layer, or when a layer's
+    /// records have another size than its spec's.
     pub fn from_source(
         source: Arc<dyn RecordSource>,
         specs: Vec<ExpertSpec>,
         format: ExpertFormat,
     ) -> Result<Self> {
-        let layers = source.directory().layers();
-        let bad = |reason| Err(Error::BadArgument { what: "specs", reason });
-        if layers.len() != specs.len() {
-            return bad(format!("the source has {} layers, {} specs were given", layers.len(), specs.len()));
+        let bad = |reason| Err(crate::Error::BadArgument { what: "specs", reason });
+        let entries = source.directory().layers();
+        if specs.len() != entries.len() {
+            return bad(format!("{} specs for {} layers", specs.len(), entries.len()));
         }
         let layouts: Vec<_> = specs.iter().map(|s| ExpertLayout::new(s, format)).collect();
-        for (entry, layout) in layers.iter().zip(&layouts) {
+        for (entry, layout) in entries.iter().zip(&layouts) {
             if entry.record_bytes != layout.record_bytes {
+                let (has, needs) = (entry.record_bytes, layout.record_bytes);
                 return bad(format!(
-                    "layer {} has records of {} bytes, its experts take {} in {format}",
-                    entry.layer, entry.record_bytes, layout.record_bytes
+                    "records of layer {} have {has} bytes, {format} needs {needs}",
+                    entry.layer
                 ));
             }
         }
-        Ok(Self {
-            what: "records of a source".into(),
-            origin: Origin::Source(source, None),
-            specs,
-            layouts,
-            format,
-            source_format: format,
-            notes: Vec::new(),
-        })
+        let what = "records of the caller".to_owned();
+        let origin = Origin::Records(source, None);
+        Ok(Self { what, origin, specs, layouts, format, source_format: format, notes: Vec::new() })
     }
 
     /// Declares the gate's non-linearity, of every layer.
@@ -191,7 +188,7 @@ impl ExpertStore {
         match &self.origin {
             Origin::Checkpoint(source) => source.clone(),
             Origin::Packed(source) => source.clone(),
-            Origin::Source(source, _) => source.clone(),
+            Origin::Records(source, _) => source.clone(),
         }
     }
 
@@ -199,17 +196,16 @@ impl ExpertStore {
         match &self.origin {
             Origin::Checkpoint(source) => &**source,
             Origin::Packed(source) => &**source,
-            Origin::Source(source, _) => &**source,
+            Origin::Records(source, _) => &**source,
         }
     }
 
-    /// Identifies what the records are made from, and how; `None` for sources of others. Touches the data of every
-    /// shard.
+    /// Identifies what the records are made from, and how. Touches the data of every shard.
     pub(super) fn key(&self) -> Option<Fingerprint> {
         match &self.origin {
             Origin::Checkpoint(source) => Some(source.key()),
             Origin::Packed(file) => Some(Fingerprint::of(std::slice::from_ref(file.shard()))),
-            Origin::Source(_, key) => *key,
+            Origin::Records(_, key) => *key,
         }
     }
 

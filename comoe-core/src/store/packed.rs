@@ -1,10 +1,11 @@
 //! The packed store, version 1: one aligned record per expert in a valid safetensors file.
 //!
-//! - Tensor `comoe.layers.L.experts.E`, U8 `[record bytes]`, holds the record of expert `E` of layer `L`. Tensors follow each
-//!   other in ascending order of layer, then expert. The data section begins at a multiple of 4096 bytes (the header
-//!   is padded with spaces) and record sizes are multiples of 512, so every record is aligned to 512 in the file.
-//! - The header's `__metadata__` has `comoe.version` (`1`), `comoe.format` (as `int4-g64`), `comoe.source` (the key of what it was
-//!   made from) and `comoe.layers`, a JSON list with what each layer's records compute.
+//! - Tensor `comoe.layers.L.experts.E`, U8 `[record bytes]`, holds the record of expert `E` of layer `L`. Tensors
+//!   follow each other in ascending order of layer, then expert. The data section begins at a multiple of 4096 bytes
+//!   (the header is padded with spaces) and record sizes are multiples of 512, so every record is aligned to 512 in
+//!   the file.
+//! - The header's `__metadata__` has `comoe.version` (`1`), `comoe.format` (as `int4-g64`), `comoe.source` (the key of
+//!   what it was made from) and `comoe.layers`, a JSON list with what each layer's records compute.
 //!
 //! Tensors and metadata that are not known are ignored, so that later versions can add to a file; one that old
 //! readers would misread gets another version, which they refuse.
@@ -233,8 +234,8 @@ impl PackedFile {
     /// Opens and checks a packed store. The records' bytes are not read.
     ///
     /// # Errors
-    /// [`Error::PackedVersion`] for another version; [`Error::TruncatedFile`], [`Error::BadFile`] or [`Error::Io`] for a file
-    /// that is no packed store, is not all there, or contradicts itself.
+    /// [`Error::PackedVersion`] for another version; [`Error::TruncatedFile`], [`Error::BadFile`] or [`Error::Io`] for
+    /// a file that is no packed store, is not all there, or contradicts itself.
     pub fn open(path: impl AsRef<Path>) -> Result<Self> {
         let shard = Shard::open(path.as_ref())?;
         if !is_packed(&shard) {

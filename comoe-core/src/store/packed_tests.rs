@@ -199,7 +199,10 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 400, failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
-    fn damaged_bytes_never_panic(flips in prop::collection::vec((0usize..2200, 1u8..=255), 1..4), text in any::<bool>()) {
+    fn damaged_bytes_never_panic(
+        flips in prop::collection::vec((0usize..2200, 1u8..=255), 1..4),
+        text in any::<bool>(),
+    ) {
         let (_folder, path, records) = packed();
         let mut bytes = std::fs::read(&path).unwrap();
         for (at, mask) in flips {

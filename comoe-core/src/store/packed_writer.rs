@@ -14,9 +14,9 @@ const TEMPORARY: &str = ".tmp";
 
 /// A packed store that is being written. Threads may write different records at the same time.
 ///
-/// Until [`Self::finish`] nothing is seen under the final name; a writer that is dropped removes what it wrote, and one
-/// that was killed leaves a temporary file, which the next writer of the same name removes. Two processes that write the
-/// same name at once both succeed: the last to finish stays.
+/// Until [`Self::finish`] nothing is seen under the final name; a writer that is dropped removes what it wrote, and
+/// one that was killed leaves a temporary file, which the next writer of the same name removes. Two processes that
+/// write the same name at once both succeed: the last to finish stays.
 #[derive(Debug)]
 pub struct PackedWriter {
     path: PathBuf,

@@ -133,7 +133,8 @@ impl CopyQueues {
         (record != NOTHING).then_some(RecordIndex(record))
     }
 
-    /// Enqueues a batch behind `after` and everything earlier on `queue`. Never blocks for a copy.
+    /// Enqueues a batch behind `after` and everything earlier on `queue`. Never blocks for a copy. Reports a fill that
+    /// has failed meanwhile.
     pub(super) fn fill(&self, queue: Queue, after: &[Ticket], fills: &[Fill]) -> Result<Ticket> {
         let refused = |reason: String| Error::BadArgument { what: "fill", reason };
         let q = index(queue).ok_or_else(|| refused("the compute queue takes no fills".to_owned()))?;

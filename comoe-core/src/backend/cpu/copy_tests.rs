@@ -179,11 +179,14 @@ fn tickets_order_the_queues() {
 fn failures_are_remembered_and_named() {
     for (how, text) in [(Broken::Fails, "is cut short"), (Broken::Panics, "panicked: on purpose")] {
         for ask in 0..4 {
-            let mut source = Scripted::new(4, 512);
+            // The worker is held before the broken record until everything is enqueued.
+            let (mut source, begun, go) = Scripted::new(4, 512).gated(1);
             source.broken = Some((2, how));
             let (q, _) = queues(source, 4);
             let ticket = q.fill(Queue::Demand, &[], &fills(&[(1, 0), (2, 1), (3, 2)])).unwrap();
             let behind = q.fill(Queue::Prefetch, &[ticket], &fills(&[(0, 3)])).unwrap();
+            begun.recv().unwrap();
+            go.send(()).unwrap();
             let error = match ask {
                 0 => q.wait(ticket).unwrap_err(),
                 1 => q.synchronize().unwrap_err(),

@@ -98,16 +98,17 @@ impl Step {
         Ok(())
     }
 
-    pub(super) fn run(
+    /// Runs `items`, whose slots' bytes `open` hands out.
+    pub(in crate::backend) fn run<S: Deref<Target = [u8]>>(
         &mut self,
-        queues: &CopyQueues,
         directory: &Directory,
         items: &[WorkItem],
+        open: impl Fn(&WorkItem) -> Result<S>,
     ) -> Result<()> {
         let kind = self.kind.as_ref().ok_or_else(|| refused("run", "no work was begun"))?;
         let mut slots = Vec::with_capacity(items.len());
         for item in items {
-            slots.push(open(queues, directory, item)?);
+            slots.push(open(item)?);
             for &a in &item.assignments {
                 match self.served.get_mut(a as usize) {
                     Some(served) if !*served => *served = true,
@@ -137,7 +138,7 @@ impl Step {
         }
     }
 
-    fn ffn(&mut self, ffn: &Ffn, items: &[WorkItem], slots: &[SlotRead<'_>]) -> Result<()> {
+    fn ffn<S: Deref<Target = [u8]>>(&mut self, ffn: &Ffn, items: &[WorkItem], slots: &[S]) -> Result<()> {
         let Ffn { spec, layout, top_k, .. } = *ffn;
         if let Some(slot) = slots.iter().find(|slot| slot.len() < layout.record_bytes) {
             let reason = format!("a record of {} bytes, slots of {}", layout.record_bytes, slot.len());

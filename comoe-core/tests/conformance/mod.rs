@@ -14,44 +14,44 @@ use comoe_core::{
 };
 
 /// Makes the backend under test.
-pub type Make<'a> = &'a dyn Fn(Arc<dyn RecordSource>) -> Box<dyn Backend>;
+pub(crate) type Make<'a> = &'a dyn Fn(Arc<dyn RecordSource>) -> Box<dyn Backend>;
 
 /// SplitMix64.
-pub struct Noise(pub u64);
+pub(crate) struct Noise(pub(crate) u64);
 
 impl Noise {
-    pub fn next(&mut self) -> u64 {
+    pub(crate) fn next(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let z = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
         let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
         z ^ (z >> 31)
     }
 
-    pub fn below(&mut self, n: usize) -> usize {
+    pub(crate) fn below(&mut self, n: usize) -> usize {
         (self.next() % n as u64) as usize
     }
 
     /// Uniform in -1..1.
-    pub fn float(&mut self) -> f32 {
+    pub(crate) fn float(&mut self) -> f32 {
         (self.next() >> 40) as f32 / (1u64 << 23) as f32 - 1.0
     }
 
-    pub fn floats(&mut self, n: usize, scale: f32) -> Vec<f32> {
+    pub(crate) fn floats(&mut self, n: usize, scale: f32) -> Vec<f32> {
         (0..n).map(|_| scale * self.float()).collect()
     }
 }
 
 /// Random experts in memory, whose store can be made unreadable.
-pub struct Experts {
-    pub spec: ExpertSpec,
-    pub layout: ExpertLayout,
+pub(crate) struct Experts {
+    pub(crate) spec: ExpertSpec,
+    pub(crate) layout: ExpertLayout,
     directory: Directory,
     records: Vec<Vec<u8>>,
     unreadable: AtomicBool,
 }
 
 impl Experts {
-    pub fn random(
+    pub(crate) fn random(
         spec: ExpertSpec,
         format: ExpertFormat,
         layers: usize,
@@ -87,13 +87,13 @@ impl Experts {
         Arc::new(Self { spec, layout, directory, records, unreadable: AtomicBool::new(false) })
     }
 
-    pub fn store(self: &Arc<Self>) -> ExpertStore {
+    pub(crate) fn store(self: &Arc<Self>) -> ExpertStore {
         let specs = vec![self.spec; self.directory.layers().len()];
         ExpertStore::from_source(self.clone(), specs, self.layout.format).unwrap()
     }
 
     /// `y[t]` by F64 arithmetic over the unpacked weights.
-    pub fn reference(&self, layer: usize, x: &[f32], ids: &[u32], weights: &[f32]) -> Vec<f64> {
+    pub(crate) fn reference(&self, layer: usize, x: &[f32], ids: &[u32], weights: &[f32]) -> Vec<f64> {
         let ExpertSpec { hidden, intermediate, .. } = self.spec;
         let (tokens, top_k) = (x.len() / hidden, ids.len() / (x.len() / hidden));
         let first = self.directory.layers()[layer].first;
@@ -221,7 +221,7 @@ fn specs() -> Vec<ExpertSpec> {
 }
 
 /// All of the suite.
-pub fn all(device: &Device, make: Make<'_>) {
+pub(crate) fn all(device: &Device, make: Make<'_>) {
     agrees_with_the_f64_reference(device, make);
     output_never_depends_on_the_pool(device, make);
     gathers_what_was_asked_for(device, make);
@@ -231,7 +231,7 @@ pub fn all(device: &Device, make: Make<'_>) {
     callers_take_turns(device, make);
 }
 
-pub fn agrees_with_the_f64_reference(device: &Device, make: Make<'_>) {
+pub(crate) fn agrees_with_the_f64_reference(device: &Device, make: Make<'_>) {
     for (i, spec) in specs().into_iter().enumerate() {
         for format in [ExpertFormat::Bf16, ExpertFormat::INT8, ExpertFormat::Int4 { group: 32 }] {
             for (dtype, tolerance) in [(DType::F32, 2e-5), (DType::BF16, 8e-3), (DType::F16, 1e-3)] {
@@ -252,7 +252,7 @@ pub fn agrees_with_the_f64_reference(device: &Device, make: Make<'_>) {
 
 /// Every slot count, policy, scope, prefetch and trigger gives the resident run's bits, for sets that fit and sets that
 /// do not, and the counters add up.
-pub fn output_never_depends_on_the_pool(device: &Device, make: Make<'_>) {
+pub(crate) fn output_never_depends_on_the_pool(device: &Device, make: Make<'_>) {
     for format in [ExpertFormat::Bf16, ExpertFormat::INT8, ExpertFormat::INT4] {
         let experts = Experts::random(ExpertSpec::swiglu(64, 48), format, 3, 8, 11);
         let mut calls = calls(&experts, device, DType::F32, 24, 3, 5);
@@ -289,7 +289,7 @@ pub fn output_never_depends_on_the_pool(device: &Device, make: Make<'_>) {
     }
 }
 
-pub fn gathers_what_was_asked_for(device: &Device, make: Make<'_>) {
+pub(crate) fn gathers_what_was_asked_for(device: &Device, make: Make<'_>) {
     let experts = Experts::random(ExpertSpec::swiglu(16, 16), ExpertFormat::Bf16, 2, 9, 1);
     let cache = RecordCache::builder(experts.clone() as Arc<dyn RecordSource>, device)
         .backend(make(experts.clone()))
@@ -310,7 +310,7 @@ pub fn gathers_what_was_asked_for(device: &Device, make: Make<'_>) {
 }
 
 /// Design rule 8: a byte flipped in a slot shows, and a store that becomes unreadable once all is resident does not.
-pub fn slots_hold_copies(device: &Device, make: Make<'_>) {
+pub(crate) fn slots_hold_copies(device: &Device, make: Make<'_>) {
     let experts = Experts::random(ExpertSpec::swiglu(32, 32), ExpertFormat::INT8, 1, 4, 2);
     let cache = cache(&experts, device, make, CacheOptions::default());
     let calls = calls(&experts, device, DType::F32, 20, 4, 9);
@@ -336,7 +336,7 @@ pub fn slots_hold_copies(device: &Device, make: Make<'_>) {
     assert!(matches!(cache.check(), Err(Error::SlotDiffers { .. })));
 }
 
-pub fn a_failing_source_names_the_expert(device: &Device, make: Make<'_>) {
+pub(crate) fn a_failing_source_names_the_expert(device: &Device, make: Make<'_>) {
     let experts = Experts::random(ExpertSpec::swiglu(32, 32), ExpertFormat::Bf16, 1, 4, 2);
     let options = CacheOptions { capacity: Capacity::Slots(2), ..CacheOptions::default() };
     let cache = cache(&experts, device, make, options);
@@ -357,7 +357,7 @@ pub fn a_failing_source_names_the_expert(device: &Device, make: Make<'_>) {
     assert!(matches!(ask(0), Err(Error::Stopped { .. })), "nothing in the slots is trusted any more");
 }
 
-pub fn bad_arguments_leave_the_cache_usable(device: &Device, make: Make<'_>) {
+pub(crate) fn bad_arguments_leave_the_cache_usable(device: &Device, make: Make<'_>) {
     let experts = Experts::random(ExpertSpec::swiglu(32, 32), ExpertFormat::Bf16, 1, 4, 2);
     let cache = cache(&experts, device, make, CacheOptions::default());
     let call = &calls(&experts, device, DType::F32, 1, 1, 1)[0];
@@ -385,7 +385,7 @@ pub fn bad_arguments_leave_the_cache_usable(device: &Device, make: Make<'_>) {
     assert_eq!(run(&cache, call), good);
 }
 
-pub fn callers_take_turns(device: &Device, make: Make<'_>) {
+pub(crate) fn callers_take_turns(device: &Device, make: Make<'_>) {
     let experts = Experts::random(ExpertSpec::swiglu(64, 48), ExpertFormat::INT4, 3, 8, 11);
     let calls = calls(&experts, device, DType::F32, 30, 3, 5);
     let resident = cache(&experts, device, make, CacheOptions::default());
