@@ -6,8 +6,7 @@
 
 mod backend;
 mod case;
-#[allow(unreachable_pub, reason = "shared with other test executables")]
-#[path = "../common/conformance.rs"]
+#[path = "../conformance/mod.rs"]
 mod conformance;
 mod kernels;
 mod timing;
