@@ -51,6 +51,7 @@ mod cache;
 pub mod error;
 pub mod expert;
 pub mod format;
+pub mod machine;
 pub mod policy;
 pub mod pool;
 pub mod predict;
@@ -62,6 +63,7 @@ pub mod stats;
 pub mod store;
 mod sys;
 
+pub use backend::cuda::{CudaOptions, cuda_device, cuda_device_count};
 pub use cache::{CacheBuilder, CacheLayer, CacheOptions, Capacity, ExpertCache, RecordCache, Scope};
 pub use error::{Error, Result};
 pub use expert::{Activation, ExpertId, ExpertLayout, ExpertSpec, WeightOn};
