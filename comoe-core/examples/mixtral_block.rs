@@ -35,7 +35,7 @@ impl<'a> MoeBlock<'a> {
         let ids = probabilities.arg_sort_last_dim(false)?.narrow(D::Minus1, 0, TOP_K)?.contiguous()?;
         let weights = probabilities.gather(&ids, D::Minus1)?;
         let weights = weights.broadcast_div(&weights.sum_keepdim(D::Minus1)?)?;
-        Ok(self.experts.layer(self.layer).forward(x, &ids, &weights)?)
+        self.experts.layer(self.layer).forward(x, &ids, &weights)
     }
 }
 // ---------------------------------------------------------------------------------------------------------------

@@ -4,7 +4,9 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use candle_core::{DType, Device, Tensor};
 
-use crate::backend::{Backend, BackendInfo, Work, cpu::CpuBackend};
+use crate::backend::cpu::CpuBackend;
+use crate::backend::cuda::CudaOptions;
+use crate::backend::{Backend, BackendInfo, Work};
 use crate::error::{Error, Result};
 use crate::expert::{ExpertId, ExpertLayout, ExpertSpec};
 use crate::format::ExpertFormat;
@@ -93,10 +95,10 @@ struct Layout {
 
 impl CacheOptions {
     /// Slots for a store, before it is known how they are divided.
-    fn slots(&self, directory: &Directory) -> Result<usize> {
+    fn slots(&self, directory: &Directory, slot_bytes: usize) -> Result<usize> {
         let all = directory.len();
         let least = self.top_k.clamp(1, all);
-        let slot_bytes = directory.largest_record() as u64;
+        let slot_bytes = slot_bytes as u64;
         let slots = match self.capacity {
             Capacity::All => all,
             Capacity::Slots(n) => n,
@@ -110,7 +112,7 @@ impl CacheOptions {
         match self.capacity {
             Capacity::Bytes(asked) if slots < least => Err(Error::PoolTooSmall {
                 asked,
-                record_bytes: directory.largest_record(),
+                record_bytes: slot_bytes as usize,
                 least: least as u64 * slot_bytes,
                 slots: least,
             }),
@@ -119,8 +121,8 @@ impl CacheOptions {
         }
     }
 
-    fn layout(&self, directory: &Directory) -> Result<Layout> {
-        let slots = self.slots(directory)?;
+    fn layout(&self, directory: &Directory, slot_bytes: usize) -> Result<Layout> {
+        let slots = self.slots(directory, slot_bytes)?;
         let experts: Vec<usize> = directory.layers().iter().map(|e| e.experts).collect();
         let mut notes = Vec::new();
         let resident = slots == directory.len();
@@ -161,6 +163,7 @@ pub struct CacheBuilder<S> {
     device: Device,
     options: CacheOptions,
     backend: Option<Box<dyn Backend>>,
+    cuda: CudaOptions,
     rules: Rules,
 }
 
@@ -171,6 +174,7 @@ impl<S> CacheBuilder<S> {
             device: device.clone(),
             options: CacheOptions::default(),
             backend: None,
+            cuda: CudaOptions::default(),
             rules: Rules::default(),
         }
     }
@@ -224,6 +228,12 @@ impl<S> CacheBuilder<S> {
         self
     }
 
+    /// How a GPU is used: page-locking, progress of loading. Other devices do not look at it.
+    pub fn cuda(mut self, options: CudaOptions) -> Self {
+        self.cuda = options;
+        self
+    }
+
     #[doc(hidden)]
     pub fn rules(mut self, rules: Rules) -> Self {
         self.rules = rules;
@@ -231,15 +241,19 @@ impl<S> CacheBuilder<S> {
     }
 
     fn core(self, source: Arc<dyn RecordSource>) -> Result<(Core, S)> {
-        let Self { store, device, options, backend, rules } = self;
+        let Self { store, device, options, backend, cuda, rules } = self;
         let directory = Arc::new(source.directory().clone());
         if directory.is_empty() {
             return Err(Error::NoExperts { what: "the store".to_owned() });
         }
-        let layout = options.layout(&directory)?;
+        let slot_bytes = match device {
+            Device::Cuda(_) => cuda.slot_bytes(&directory),
+            _ => directory.largest_record(),
+        };
+        let layout = options.layout(&directory, slot_bytes)?;
         let backend = match backend {
             Some(backend) => backend,
-            None => backend_for(&device, &source)?,
+            None => backend_for(&device, &source, cuda)?,
         };
         let info = backend.info();
         let records = directory.len();
@@ -252,7 +266,7 @@ impl<S> CacheBuilder<S> {
                 Some(PrefetchEngine::new(predictor, options.prefetch_trigger, options.prefetch_width()))
             }
         };
-        let engine = Engine::new(backend, directory.clone(), pool, prefetch, rules)?;
+        let engine = Engine::new(backend, directory.clone(), pool, prefetch, slot_bytes, rules)?;
         for note in layout.notes.iter().chain(&info.notes) {
             tracing::warn!("{note}");
         }
@@ -260,9 +274,16 @@ impl<S> CacheBuilder<S> {
     }
 }
 
-fn backend_for(device: &Device, source: &Arc<dyn RecordSource>) -> Result<Box<dyn Backend>> {
+#[cfg_attr(not(feature = "cuda"), expect(unused_variables, reason = "only GPUs have options"))]
+fn backend_for(
+    device: &Device,
+    source: &Arc<dyn RecordSource>,
+    cuda: CudaOptions,
+) -> Result<Box<dyn Backend>> {
     match device {
         Device::Cpu => Ok(Box::new(CpuBackend::new(source.clone()))),
+        #[cfg(feature = "cuda")]
+        Device::Cuda(gpu) => Ok(Box::new(crate::backend::cuda::CudaBackend::new(gpu, source.clone(), cuda)?)),
         other => Err(Error::Device {
             asked: format!("{:?}", other.location()),
             reason: "this build of comoe-core has no backend for it: use the CPU, or build with feature cuda"
@@ -396,8 +417,11 @@ impl CacheBuilder<ExpertStore> {
     /// # Errors
     /// [`Error::TooFewSlots`], [`Error::PoolTooSmall`] or [`Error::BadArgument`] for a capacity that does not work,
     /// [`Error::Device`] for a device that cannot be used, [`Error::NoExperts`] for an empty store.
-    pub fn build(self) -> Result<ExpertCache> {
+    pub fn build(mut self) -> Result<ExpertCache> {
         let source = self.store.source();
+        let layers = 0..source.directory().layers().len();
+        let experts: Vec<_> = layers.map(|o| (*self.store.spec(o), *self.store.layout(o))).collect();
+        self.cuda = self.cuda.with_experts(experts);
         let (core, store) = self.core(source)?;
         let ordinals = 0..core.directory.layers().len();
         let specs = ordinals.clone().map(|o| *store.spec(o)).collect();

@@ -210,6 +210,42 @@ pub enum Error {
         reason: String,
     },
 
+    /// GPU memory ran out.
+    #[error(
+        "{device}: {what} need {asked} bytes of GPU memory, {free} of {total} are free (other processes may hold the \
+         rest, see `nvidia-smi`): give the cache fewer slots, or free memory"
+    )]
+    OutOfDeviceMemory {
+        /// The GPU.
+        device: String,
+        /// What was to be allocated.
+        what: String,
+        /// Bytes asked for.
+        asked: u64,
+        /// Bytes free on the GPU.
+        free: u64,
+        /// Bytes on the GPU in all.
+        total: u64,
+    },
+
+    /// Host memory or another resource of the system could not be had.
+    #[error("{what} failed: {reason}")]
+    HostMemory {
+        /// What was being done.
+        what: String,
+        /// What the system said.
+        reason: String,
+    },
+
+    /// The CUDA driver reported an error.
+    #[error("CUDA, {what}: {reason}")]
+    Cuda {
+        /// What was being done.
+        what: String,
+        /// What the driver said.
+        reason: String,
+    },
+
     /// An earlier call failed half-way; the cache's contents are no longer known.
     #[error("the cache stopped after an earlier error: {first}")]
     Stopped {

@@ -125,6 +125,7 @@ pub(crate) struct Engine {
     clocks: Vec<SlotClock>,
     /// Compute already waits for every ticket up to here, by queue.
     waited: [u64; 3],
+    slot_bytes: usize,
     prefetch: Option<PrefetchEngine>,
     stats: CacheStats,
     rules: Rules,
@@ -146,10 +147,11 @@ impl Engine {
         directory: Arc<Directory>,
         pool: Pool,
         prefetch: Option<PrefetchEngine>,
+        slot_bytes: usize,
         rules: Rules,
     ) -> Result<Self> {
         let slots = pool.shape().slots() + pool.shape().staging;
-        backend.allocate(slots, directory.largest_record())?;
+        backend.allocate(slots, slot_bytes)?;
         let clocks = vec![SlotClock { filled: Ticket::DONE, read: Ticket::DONE }; slots];
         let mut this = Self {
             backend,
@@ -157,6 +159,7 @@ impl Engine {
             pool,
             clocks,
             waited: [0; 3],
+            slot_bytes,
             prefetch,
             stats: CacheStats::default(),
             rules,
@@ -185,7 +188,7 @@ impl Engine {
         self.stats = CacheStats {
             slots: self.pool.shape().slots(),
             staging_slots: self.pool.shape().staging,
-            slot_bytes: self.directory.largest_record(),
+            slot_bytes: self.slot_bytes,
             records: self.directory.len(),
             layers: layers.collect(),
             // Times count from here; see `stats`.
@@ -444,12 +447,12 @@ impl Engine {
         let mut checked = 0;
         for (slot, state) in self.pool.states().collect::<Vec<_>>() {
             let crate::pool::SlotState::Resident(record) = state else { continue };
-            let bytes = self.directory.record_bytes(record);
-            have.resize(bytes, 0);
-            want.resize(bytes, 0);
-            self.backend.read_slot(slot, &mut have)?;
+            want.resize(self.directory.record_bytes(record), 0);
             read(record, &mut want)?;
-            if let Some(at) = have.iter().zip(&want).position(|(a, b)| a != b) {
+            let want = self.backend.slot_image(record, &want)?;
+            have.resize(want.len(), 0);
+            self.backend.read_slot(slot, &mut have)?;
+            if let Some(at) = have.iter().zip(want.iter()).position(|(a, b)| a != b) {
                 return Err(Error::SlotDiffers { id: self.directory.id(record), slot: slot.0, at });
             }
             checked += 1;

@@ -5,10 +5,10 @@
 //! after its fill, refilled after its last reader); a backend just obeys.
 
 pub mod cpu;
-#[cfg(feature = "cuda")]
 pub mod cuda;
 pub mod sim;
 
+use std::borrow::Cow;
 use std::time::Duration;
 
 use candle_core::{DType, Tensor};
@@ -164,6 +164,15 @@ pub trait Backend: Send {
 
     /// Overwrites a slot's bytes, after `synchronize`. For tests that damage a slot on purpose.
     fn write_slot(&mut self, slot: SlotId, bytes: &[u8]) -> Result<()>;
+
+    /// What a slot holds once `record`, whose stored bytes are `stored`, has been filled into it: the same bytes,
+    /// unless the backend expands records on load.
+    ///
+    /// # Errors
+    /// When `stored` is no such record.
+    fn slot_image<'a>(&self, _record: RecordIndex, stored: &'a [u8]) -> Result<Cow<'a, [u8]>> {
+        Ok(Cow::Borrowed(stored))
+    }
 
     /// Time spent so far.
     fn transfer_time(&self) -> TransferTime;

@@ -4,6 +4,9 @@
 //!     gpu --ignored --test-threads 1 --nocapture
 #![cfg(feature = "cuda")]
 
+mod backend;
 mod case;
+#[path = "../conformance/mod.rs"]
+mod conformance;
 mod kernels;
 mod timing;

@@ -1,0 +1,539 @@
+//! The CUDA backend.
+
+use std::borrow::Cow;
+use std::sync::Arc;
+
+use candle_core::{CudaDevice, DType, Device, Tensor};
+use cudarc::driver::CudaStream;
+
+use super::arena::Arena;
+use super::batch;
+use super::compute::{Compute, address_of};
+use super::context::{Doing, Gpu};
+use super::copies::{Copies, Slots};
+use super::kernels::{
+    CombineArgs, DequantArgs, DeviceItem, DownArgs, GateUpArgs, GatherArgs, Items, Kernels,
+};
+use super::options::CudaOptions;
+use super::slab::Slab;
+use super::timeline::Timelines;
+use super::upload::{UploadRing, bytes_of};
+use crate::backend::{Backend, BackendInfo, Fill, Queue, SlotId, Ticket, TransferTime, Work, WorkItem};
+use crate::error::{Error, Result};
+use crate::expert::{ExpertLayout, ExpertSpec, WeightOn};
+use crate::format::ExpertFormat;
+use crate::format::record::convert_record;
+use crate::store::{RecordIndex, RecordSource};
+
+/// Up to this many tokens a record is dequantised while it is multiplied; for more it is dequantised first and
+/// multiplied as a dense matrix. The call's own token count decides, nothing else, so output does not depend on slots.
+pub const MOST_GEMV_TOKENS: usize = 32;
+/// Dequantised records at a time, in bytes (at least one record).
+const DENSE_BYTES: usize = 256 << 20;
+
+/// Runs a cache on one GPU.
+///
+/// Every driver call is made under `&mut self` by the calling thread, or by the two copy workers; any thread may call,
+/// one at a time.
+pub struct CudaBackend {
+    // In order of dropping: first who enqueues, then what is used, then the memory.
+    copies: Option<Copies>,
+    step: Option<Step>,
+    kernels: Arc<Kernels>,
+    upload: UploadRing,
+    hidden: Workspace,
+    partial: Workspace,
+    dense: Workspace,
+    compute: Compute,
+    timelines: Arc<Timelines>,
+    arena: Arc<Arena>,
+    slab: Option<Slab>,
+    source: Arc<dyn RecordSource>,
+    options: CudaOptions,
+    /// Occasions for an injected delay on the compute queue.
+    runs: u64,
+    gpu: Gpu,
+}
+
+/// The work between `begin` and `finish`.
+enum Step {
+    Ffn(Box<Ffn>),
+    Gather { out: Tensor, address: u64, bytes: usize, caller: Arc<CudaStream> },
+}
+
+struct Ffn {
+    spec: ExpertSpec,
+    layout: ExpertLayout,
+    /// Kept so that its memory is not reused before the kernels that read it are ordered.
+    x: Tensor,
+    x_address: u64,
+    y: Tensor,
+    y_address: u64,
+    weights: Vec<f32>,
+    tokens: usize,
+    top_k: usize,
+    dense: bool,
+    caller: Arc<CudaStream>,
+}
+
+/// Memory that grows to the largest step so far and stays.
+struct Workspace {
+    what: &'static str,
+    slab: Slab,
+}
+
+impl Workspace {
+    fn new(gpu: &Gpu, what: &'static str) -> Result<Self> {
+        Ok(Self { what, slab: Slab::new(gpu, what, 0)? })
+    }
+
+    /// At least `bytes`, at an address that holds until a larger step. Growing waits for the GPU.
+    fn reserve(&mut self, gpu: &Gpu, bytes: usize) -> Result<u64> {
+        if bytes > self.slab.bytes() {
+            // Freed first, so that both are never there at once; dropping waits for the GPU.
+            self.slab = Slab::new(gpu, self.what, 0)?;
+            self.slab = Slab::new(gpu, self.what, bytes.next_multiple_of(1 << 16))?;
+        }
+        Ok(self.slab.address())
+    }
+}
+
+/// GPU memory in bytes that a step of `tokens` tokens with `top_k` experts each needs beside the slots and the model's
+/// own tensors, for experts of `spec` in `format`.
+pub fn workspace_bytes(spec: &ExpertSpec, format: ExpertFormat, tokens: usize, top_k: usize) -> u64 {
+    let rows = (tokens * top_k) as u64;
+    let activations = 4 * rows * (spec.intermediate + spec.hidden) as u64;
+    let dense = match format {
+        ExpertFormat::Bf16 => 0,
+        _ if tokens <= MOST_GEMV_TOKENS => 0,
+        _ => {
+            let record = ExpertLayout::new(spec, ExpertFormat::Bf16).record_bytes;
+            (DENSE_BYTES / record).max(1) * record
+        }
+    };
+    activations + dense as u64
+}
+
+fn not_begun() -> Error {
+    Error::BadArgument { what: "work", reason: "run or finish without begin".to_owned() }
+}
+
+impl CudaBackend {
+    /// Loads the kernels and reads the records of `source` into page-locked memory, as far as that goes.
+    ///
+    /// # Errors
+    /// [`Error::Device`] for a GPU that cannot be used, [`Error::OutOfDeviceMemory`], and what the source says when a
+    /// record cannot be read.
+    pub fn new(device: &CudaDevice, source: Arc<dyn RecordSource>, options: CudaOptions) -> Result<Self> {
+        let gpu = Gpu::of(device);
+        gpu.bind()?;
+        let kernels = Arc::new(Kernels::load(&gpu.ctx)?);
+        let arena = Arc::new(Arena::load(&gpu, &*source, &options)?);
+        Ok(Self {
+            copies: None,
+            step: None,
+            kernels,
+            upload: UploadRing::new(&gpu)?,
+            hidden: Workspace::new(&gpu, "the experts' hidden activations")?,
+            partial: Workspace::new(&gpu, "the experts' outputs")?,
+            dense: Workspace::new(&gpu, "dequantised experts")?,
+            compute: Compute::new(&gpu)?,
+            timelines: Arc::new(Timelines::new(&gpu)?),
+            arena,
+            slab: None,
+            source,
+            options,
+            runs: 0,
+            gpu,
+        })
+    }
+
+    fn copies(&self) -> Result<&Copies> {
+        self.copies
+            .as_ref()
+            .ok_or(Error::BadArgument { what: "backend", reason: "allocate comes first".to_owned() })
+    }
+
+    fn slots(&self) -> Result<Slots> {
+        Ok(self.copies()?.slots())
+    }
+
+    fn slab(&self) -> Result<&Slab> {
+        self.slab
+            .as_ref()
+            .ok_or(Error::BadArgument { what: "backend", reason: "allocate comes first".to_owned() })
+    }
+
+    fn begin_ffn(
+        &mut self,
+        spec: &ExpertSpec,
+        layout: &ExpertLayout,
+        x: &Tensor,
+        weights: &[f32],
+        top_k: usize,
+    ) -> Result<Ffn> {
+        let (tokens, width) = x.dims2()?;
+        if width != spec.hidden || weights.len() != tokens * top_k {
+            let reason = format!(
+                "expected x [n, {}] and n * {top_k} weights, got {:?} and {}",
+                spec.hidden,
+                x.dims(),
+                weights.len()
+            );
+            return Err(Error::BadArgument { what: "x and weights", reason });
+        }
+        let caller = self.gpu.candle_stream();
+        let x = x.contiguous()?;
+        // SAFETY: `combine` writes every element before anyone reads one.
+        let y = unsafe { Tensor::empty((tokens, spec.hidden), x.dtype(), x.device()) }?;
+        let (x_address, y_address) = (address_of(&x, &caller)?, address_of(&y, &caller)?);
+        let rows = tokens * top_k;
+        self.hidden.reserve(&self.gpu, 4 * rows * spec.intermediate)?;
+        self.partial.reserve(&self.gpu, 4 * rows * spec.hidden)?;
+        self.compute.enter(&caller)?;
+        // F32 asks for precision, which the dense path, in BF16, does not have.
+        let dense = tokens > MOST_GEMV_TOKENS && x.dtype() != DType::F32;
+        Ok(Ffn {
+            spec: *spec,
+            layout: match self.options.expansions.is_empty() {
+                true => *layout,
+                false => ExpertLayout::new(spec, ExpertFormat::Bf16),
+            },
+            x,
+            x_address,
+            y,
+            y_address,
+            weights: weights.to_vec(),
+            tokens,
+            top_k,
+            dense,
+            caller,
+        })
+    }
+
+    /// Uploads what one launch reads, as one piece: its items, the assignments they index, and weights. Returns the
+    /// three addresses; they hold for launches that are enqueued before the next upload.
+    fn upload_launch(
+        &mut self,
+        items: &[DeviceItem],
+        assignments: &[u32],
+        weights: &[f32],
+    ) -> Result<Uploaded> {
+        let parts = [bytes_of(items), bytes_of(assignments), bytes_of(weights)];
+        let items = self.upload.upload(self.compute.stream(), parts.iter().map(|p| p.len()).sum(), |to| {
+            let mut to = to;
+            for part in parts {
+                let (head, tail) = to.split_at_mut(part.len());
+                head.copy_from_slice(part);
+                to = tail;
+            }
+        })?;
+        let assignments = items + parts[0].len() as u64;
+        Ok(Uploaded { items, assignments, weights: assignments + parts[1].len() as u64 })
+    }
+}
+
+/// Addresses on the GPU.
+#[derive(Clone, Copy)]
+struct Uploaded {
+    items: u64,
+    assignments: u64,
+    weights: u64,
+}
+
+/// Work items as the kernels read them, and their assignments in one list.
+fn device_items(slots: &Slots, work: &[WorkItem], bytes: usize) -> Result<(Vec<DeviceItem>, Vec<u32>)> {
+    let mut items = Vec::with_capacity(work.len());
+    let mut assignments = Vec::with_capacity(work.iter().map(|w| w.assignments.len()).sum());
+    for item in work {
+        items.push(DeviceItem {
+            src: slots.address(item.slot, bytes)?,
+            dst: 0,
+            first: assignments.len() as u32,
+            count: item.assignments.len() as u32,
+        });
+        assignments.extend_from_slice(&item.assignments);
+    }
+    Ok((items, assignments))
+}
+
+impl CudaBackend {
+    fn run_ffn(&mut self, ffn: &Ffn, work: &[WorkItem]) -> Result<()> {
+        let rows = (ffn.tokens * ffn.top_k) as u32;
+        if let Some(bad) = work.iter().flat_map(|w| &w.assignments).find(|&&a| a >= rows) {
+            let reason = format!("assignment {bad} of {rows}");
+            return Err(Error::BadArgument { what: "work items", reason });
+        }
+        let (items, assignments) = device_items(&self.slots()?, work, ffn.layout.record_bytes)?;
+        match ffn.dense && ffn.layout.format != ExpertFormat::Bf16 {
+            true => self.run_dequantised(ffn, &items, &assignments),
+            false => self.multiply(ffn, &ffn.layout, &items, &assignments),
+        }
+    }
+
+    /// Expands as many records at a time as the workspace holds, and multiplies those.
+    fn run_dequantised(&mut self, ffn: &Ffn, items: &[DeviceItem], assignments: &[u32]) -> Result<()> {
+        let layout = ExpertLayout::new(&ffn.spec, ExpertFormat::Bf16);
+        let group = (DENSE_BYTES / layout.record_bytes).max(1);
+        let base = self.dense.reserve(&self.gpu, group * layout.record_bytes)?;
+        for part in items.chunks(group) {
+            let place = |i: usize| base + (i * layout.record_bytes) as u64;
+            let expand: Vec<_> =
+                part.iter().enumerate().map(|(i, it)| DeviceItem { dst: place(i), ..*it }).collect();
+            let dense: Vec<_> =
+                part.iter().enumerate().map(|(i, it)| DeviceItem { src: place(i), ..*it }).collect();
+            let at = self.upload_launch(&expand, &[], &[])?;
+            let args = DequantArgs { from: &ffn.layout, to: &layout, items: at.items, len: expand.len() };
+            // SAFETY: sources are slots that the schedule made compute wait for; places are inside the workspace, do
+            // not overlap, and are rewritten only behind their readers, on the same stream.
+            unsafe { self.kernels.dequant(self.compute.stream(), &args) }?;
+            self.multiply(ffn, &layout, &dense, assignments)?;
+        }
+        Ok(())
+    }
+
+    fn multiply(
+        &mut self,
+        ffn: &Ffn,
+        layout: &ExpertLayout,
+        items: &[DeviceItem],
+        assignments: &[u32],
+    ) -> Result<()> {
+        let most = items.iter().map(|i| i.count as usize).max().unwrap_or(0);
+        let on_input = ffn.spec.weight_on == WeightOn::Input;
+        let at = self.upload_launch(items, assignments, if on_input { &ffn.weights } else { &[] })?;
+        let items = Items { layout, items: at.items, len: items.len(), assignments: at.assignments, most };
+        let h = self.hidden.slab.address();
+        let gate_up = GateUpArgs {
+            items,
+            activation: ffn.spec.activation,
+            x: ffn.x_address,
+            x_dtype: ffn.x.dtype(),
+            top_k: ffn.top_k,
+            input_weights: if on_input { at.weights } else { 0 },
+            h,
+        };
+        let down = DownArgs { items, h, partial: self.partial.slab.address() };
+        let stream = self.compute.stream();
+        // SAFETY: x and y live in the step; items, assignments and weights were just uploaded on this stream; h and partial have a row per assignment, which `run_ffn` checked; records
+        // are in slots (or the workspace) that compute was made to wait for.
+        unsafe {
+            match ffn.dense {
+                true => {
+                    self.kernels.gemm_gate_up(stream, &gate_up)?;
+                    self.kernels.gemm_down(stream, &down)
+                }
+                false => {
+                    self.kernels.gate_up(stream, &gate_up)?;
+                    self.kernels.down(stream, &down)
+                }
+            }
+        }
+    }
+
+    fn finish_ffn(&mut self, ffn: Ffn) -> Result<Tensor> {
+        let weights = match ffn.spec.weight_on {
+            WeightOn::Input => 0,
+            WeightOn::Output => self.upload_launch(&[], &[], &ffn.weights)?.weights,
+        };
+        let args = CombineArgs {
+            partial: self.partial.slab.address(),
+            weights,
+            tokens: ffn.tokens,
+            top_k: ffn.top_k,
+            hidden: ffn.spec.hidden,
+            y_dtype: ffn.y.dtype(),
+            y: ffn.y_address,
+        };
+        // SAFETY: partial has a row per assignment, each written by `run`; y is `[tokens, hidden]` of its dtype.
+        unsafe { self.kernels.combine(self.compute.stream(), &args) }?;
+        self.compute.leave(&ffn.caller)?;
+        Ok(ffn.y)
+    }
+
+    fn begin_gather(&mut self, assignments: usize, dtype: DType, shape: &[usize]) -> Result<Step> {
+        let bytes = shape.iter().product::<usize>() * dtype.size_in_bytes();
+        let dims: Vec<usize> = std::iter::once(assignments).chain(shape.iter().copied()).collect();
+        let caller = self.gpu.candle_stream();
+        // SAFETY: every assignment is served by exactly one item, so every element is written before it is read.
+        let out = unsafe { Tensor::empty(dims, dtype, &Device::Cuda(self.gpu.device.clone())) }?;
+        let address = address_of(&out, &caller)?;
+        self.compute.enter(&caller)?;
+        Ok(Step::Gather { out, address, bytes, caller })
+    }
+
+    fn run_gather(&mut self, address: u64, bytes: usize, work: &[WorkItem]) -> Result<()> {
+        let (items, assignments) = device_items(&self.slots()?, work, bytes)?;
+        let at = self.upload_launch(&items, &assignments, &[])?;
+        let args = GatherArgs {
+            items: at.items,
+            len: items.len(),
+            assignments: at.assignments,
+            bytes,
+            out: address,
+        };
+        // SAFETY: slots are ones that compute was made to wait for; the result has a row per assignment.
+        unsafe { self.kernels.gather(self.compute.stream(), &args) }
+    }
+}
+
+impl Backend for CudaBackend {
+    fn info(&self) -> BackendInfo {
+        let mut notes = vec![self.arena.note()];
+        notes.push(match batch::has_batches() {
+            true => "a step's missing experts are copied in one driver call".to_owned(),
+            false => "the driver is older than CUDA 12.8: missing experts are copied one by one".to_owned(),
+        });
+        if !self.options.expansions.is_empty() {
+            notes.push("slots hold experts expanded to bf16".to_owned());
+        }
+        if self.compute.is_apart() {
+            notes.push(
+                "the device has a stream per thread: a step waits for the caller's stream and back (open it with \
+                 comoe_core::cuda_device to save that)"
+                    .to_owned(),
+            );
+        }
+        BackendInfo { device: self.gpu.name(), notes }
+    }
+
+    fn allocate(&mut self, slots: usize, slot_bytes: usize) -> Result<()> {
+        if self.slab.is_some() {
+            return Err(Error::BadArgument {
+                what: "backend",
+                reason: "slots are allocated once".to_owned(),
+            });
+        }
+        let slot_bytes = slot_bytes
+            .max(self.options.slot_bytes(self.source.directory()))
+            .next_multiple_of(crate::expert::RECORD_ALIGN);
+        let what = format!("{slots} slots of {slot_bytes} bytes");
+        let bytes = slots.checked_mul(slot_bytes).ok_or_else(|| Error::BadArgument {
+            what: "slots",
+            reason: format!("{what} are more than an address space"),
+        })?;
+        let slab = Slab::new(&self.gpu, &what, bytes)?;
+        let slots = Slots { base: slab.address(), stride: slot_bytes, count: slots };
+        self.slab = Some(slab);
+        let options = self.options.clone();
+        self.copies = Some(Copies::new(
+            &self.gpu,
+            &self.timelines,
+            &self.source,
+            &self.arena,
+            slots,
+            &self.kernels,
+            options,
+        )?);
+        Ok(())
+    }
+
+    fn fill(&mut self, queue: Queue, after: &[Ticket], fills: &[Fill]) -> Result<Ticket> {
+        self.copies()?.fill(queue, after, fills)
+    }
+
+    fn wait(&mut self, ticket: Ticket) -> Result<()> {
+        self.gpu.bind()?;
+        let copies = self.copies.as_ref().ok_or_else(not_begun)?;
+        copies.check()?;
+        if ticket.queue == Queue::Compute {
+            return Ok(()); // in order anyway
+        }
+        self.compute.wait(|stream| copies.hold(stream, ticket))
+    }
+
+    fn mark(&mut self) -> Result<Ticket> {
+        self.gpu.bind()?;
+        self.timelines.compute.record(self.compute.stream())
+    }
+
+    fn is_done(&mut self, ticket: Ticket) -> Result<bool> {
+        self.gpu.bind()?;
+        self.copies()?.is_done(ticket)
+    }
+
+    fn begin(&mut self, work: Work<'_>) -> Result<()> {
+        self.gpu.bind()?;
+        self.copies()?.check()?;
+        self.step = Some(match work {
+            Work::Ffn { spec, layout, x, weights, top_k } => {
+                Step::Ffn(Box::new(self.begin_ffn(spec, layout, x, weights, top_k)?))
+            }
+            Work::Gather { assignments, dtype, shape } => self.begin_gather(assignments, dtype, shape)?,
+        });
+        Ok(())
+    }
+
+    fn run(&mut self, items: &[WorkItem]) -> Result<()> {
+        if items.is_empty() {
+            return Ok(());
+        }
+        self.gpu.bind()?;
+        self.runs += 1;
+        self.options.faults.delay(self.compute.stream(), self.runs)?;
+        let step = self.step.take().ok_or_else(not_begun)?;
+        match &step {
+            Step::Ffn(ffn) => self.run_ffn(ffn, items)?,
+            Step::Gather { address, bytes, .. } => self.run_gather(*address, *bytes, items)?,
+        }
+        self.step = Some(step);
+        Ok(())
+    }
+
+    fn finish(&mut self) -> Result<Tensor> {
+        self.gpu.bind()?;
+        self.copies()?.check()?;
+        match self.step.take().ok_or_else(not_begun)? {
+            Step::Ffn(ffn) => self.finish_ffn(*ffn),
+            Step::Gather { out, caller, .. } => {
+                self.compute.leave(&caller)?;
+                Ok(out)
+            }
+        }
+    }
+
+    fn slot_image<'a>(&self, record: RecordIndex, stored: &'a [u8]) -> Result<Cow<'a, [u8]>> {
+        let layer = self.source.directory().layers().partition_point(|e| e.first <= record.0).wrapping_sub(1);
+        let Some(expansion) = self.options.expansions.get(layer) else { return Ok(Cow::Borrowed(stored)) };
+        let mut image = vec![0; expansion.to.record_bytes];
+        convert_record(&expansion.from, stored, &expansion.to, &mut image)?;
+        Ok(Cow::Owned(image))
+    }
+
+    fn synchronize(&mut self) -> Result<()> {
+        self.gpu.bind()?;
+        if let Some(copies) = &self.copies {
+            copies.synchronize()?;
+        }
+        self.compute.stream().synchronize().doing("waiting for kernels")
+    }
+
+    fn read_slot(&mut self, slot: SlotId, out: &mut [u8]) -> Result<()> {
+        let at = self.slots()?.address(slot, out.len())? - self.slots()?.base;
+        self.slab()?.read(at as usize, out)
+    }
+
+    fn write_slot(&mut self, slot: SlotId, bytes: &[u8]) -> Result<()> {
+        let at = self.slots()?.address(slot, bytes.len())? - self.slots()?.base;
+        self.slab()?.write(at as usize, bytes)
+    }
+
+    /// Estimated: one batch in four and one wait in four are timed by events on the GPU, and the sums are scaled by
+    /// bytes and by count. A prefetch counts while its pieces are on the link.
+    fn transfer_time(&self) -> TransferTime {
+        let of = |queue| self.copies.as_ref().map_or_else(Default::default, |c| c.time(queue));
+        TransferTime {
+            demand: of(Queue::Demand),
+            prefetch: of(Queue::Prefetch),
+            stalled: self.compute.waited(),
+        }
+    }
+}
+
+impl Drop for CudaBackend {
+    fn drop(&mut self) {
+        // Workers stop enqueueing; then nothing is in flight while memory is given back, field by field.
+        self.copies = None;
+        self.gpu.ctx.record_err(self.gpu.ctx.synchronize());
+    }
+}

@@ -1,0 +1,88 @@
+//! Small things that a step sends to the GPU (weights, work items): through a page-locked ring with an image of it on
+//! the GPU, so that nothing is allocated and nobody waits.
+
+use cudarc::driver::{CudaEvent, CudaStream, result};
+
+use super::context::{Doing, Gpu};
+use super::pinned::PinnedBuffer;
+use super::slab::Slab;
+use crate::error::Result;
+
+const SEGMENTS: usize = 4;
+const FIRST_BYTES: usize = 256 << 10;
+const ALIGN: usize = 256;
+
+/// A ring in segments. A segment is written again only when the copies out of it are done; all of them are behind
+/// the event that was recorded when it was left.
+pub(super) struct UploadRing {
+    gpu: Gpu,
+    host: PinnedBuffer,
+    device: Slab,
+    segment_bytes: usize,
+    segment: usize,
+    used: usize,
+    left: [CudaEvent; SEGMENTS],
+}
+
+impl UploadRing {
+    pub(super) fn new(gpu: &Gpu) -> Result<Self> {
+        Self::with_segments(gpu, FIRST_BYTES)
+    }
+
+    fn with_segments(gpu: &Gpu, segment_bytes: usize) -> Result<Self> {
+        let bytes = SEGMENTS * segment_bytes;
+        let event = || gpu.ctx.new_event(None).doing("making an event");
+        Ok(Self {
+            gpu: gpu.clone(),
+            host: PinnedBuffer::new(gpu, bytes)
+                .map_err(|e| gpu.explain_allocation("a page-locked buffer", bytes as u64, e))?,
+            device: Slab::new(gpu, "work items", bytes)?,
+            segment_bytes,
+            segment: 0,
+            used: 0,
+            left: [event()?, event()?, event()?, event()?],
+        })
+    }
+
+    /// Enqueues a copy of `bytes` bytes, which `write` puts in place, on `stream` (always the same one) and returns
+    /// their address on the GPU, a multiple of 256. It holds for whatever is
+    /// enqueued on `stream` before the next upload.
+    pub(super) fn upload(
+        &mut self,
+        stream: &CudaStream,
+        bytes: usize,
+        write: impl FnOnce(&mut [u8]),
+    ) -> Result<u64> {
+        if bytes > self.segment_bytes {
+            // Once per size: the old ring is dropped only when the GPU is done with it.
+            *self = Self::with_segments(&self.gpu, bytes.next_power_of_two())?;
+        }
+        if self.used + bytes > self.segment_bytes {
+            self.left[self.segment].record(stream).doing("recording an event")?;
+            self.segment = (self.segment + 1) % SEGMENTS;
+            self.used = 0;
+            self.left[self.segment].synchronize().doing("waiting for uploads")?;
+        }
+        let at = self.segment * self.segment_bytes + self.used;
+        self.used += bytes.next_multiple_of(ALIGN);
+        let host = self.host.slice_mut(at, bytes);
+        write(host);
+        let address = self.device.address() + at as u64;
+        // SAFETY: inside the device image; the host range is not written again before the copy is done (see `left`),
+        // and both outlive it because their drops wait for the GPU.
+        unsafe { result::memcpy_htod_async(address, host, stream.cu_stream()) }
+            .doing("uploading work items")?;
+        Ok(address)
+    }
+}
+
+/// A slice of plain numbers as bytes.
+pub(super) trait Plain: Copy {}
+impl Plain for f32 {}
+impl Plain for u32 {}
+impl Plain for super::kernels::DeviceItem {}
+
+pub(super) fn bytes_of<T: Plain>(slice: &[T]) -> &[u8] {
+    // SAFETY: `Plain` types are numbers, or structs of them, without padding.
+    unsafe { std::slice::from_raw_parts(slice.as_ptr().cast(), size_of_val(slice)) }
+}
