@@ -3,3 +3,4 @@
 #include "dequant.cu"
 #include "gemm.cu"
 #include "gemv.cu"
+#include "one_token.cu"

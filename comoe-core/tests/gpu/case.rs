@@ -286,6 +286,7 @@ pub(crate) fn run(
         len: items.len(),
         assignments: list_on.at,
         most,
+        tokens: routing.ids.len() / routing.top_k,
     };
     let gate_up = GateUpArgs {
         items,

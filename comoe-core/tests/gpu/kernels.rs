@@ -17,13 +17,13 @@ const DTYPES: [DType; 3] = [DType::F32, DType::BF16, DType::F16];
 const SHAPES: [(usize, usize); 9] =
     [(2048, 768), (2880, 2880), (704, 1408), (16, 20), (20, 16), (1408, 704), (33, 130), (1, 1), (512, 9000)];
 
-fn upload(gpu: &Gpu, experts: &Experts) -> (Vec<Buffer>, Vec<(u64, u64)>) {
+pub(crate) fn upload(gpu: &Gpu, experts: &Experts) -> (Vec<Buffer>, Vec<(u64, u64)>) {
     let buffers: Vec<_> = experts.records.iter().map(|r| gpu.upload(r)).collect();
     let places = buffers.iter().map(|b| (b.at, 0)).collect();
     (buffers, places)
 }
 
-fn bits(values: &[f32]) -> Vec<u32> {
+pub(crate) fn bits(values: &[f32]) -> Vec<u32> {
     values.iter().map(|v| v.to_bits()).collect()
 }
 
@@ -88,9 +88,10 @@ fn a_result_is_the_same_bits_whatever_the_batch_the_order_and_the_place() {
                 "{format} {hidden}x{intermediate}: host, reversed"
             );
 
-            for t in 0..32 {
-                let own = Routing { top_k: 3, ids: routing.ids[3 * t..3 * t + 3].to_vec() };
-                let x = X::new(&values[t * hidden..(t + 1) * hidden], DType::F32);
+            // One token alone has kernels of its own: see one_token.rs.
+            for t in (0..32).step_by(2) {
+                let own = Routing { top_k: 3, ids: routing.ids[3 * t..3 * t + 6].to_vec() };
+                let x = X::new(&values[t * hidden..(t + 2) * hidden], DType::F32);
                 let alone = run(&gpu, &experts, &places, &x, &own, &own.groups(), false);
                 let (h, p) = (3 * t * intermediate, 3 * t * hidden);
                 let what = format!("{format} {hidden}x{intermediate} token {t}");
@@ -199,6 +200,13 @@ fn extreme_inputs_and_scales_are_exact_too() {
             let got = run(&gpu, &experts, &places, &x, &routing, &routing.groups(), false);
             assert!(got.partial.iter().all(|v| v.is_finite()), "{format}");
             check(&format!("{format} extremes"), &experts, &x, &routing, &got, |h| h);
+            for t in 0..6 {
+                let x = X::new(&values[t * 704..(t + 1) * 704], dtype);
+                let own = Routing { top_k: 2, ids: routing.ids[2 * t..2 * t + 2].to_vec() };
+                let got = run(&gpu, &experts, &places, &x, &own, &own.groups(), false);
+                assert!(got.partial.iter().all(|v| v.is_finite()), "{format} token {t}");
+                check(&format!("{format} extremes, token {t} alone"), &experts, &x, &own, &got, |h| h);
+            }
         }
     }
 }
@@ -230,6 +238,10 @@ fn a_nan_stays_with_its_token() {
                 );
             }
         }
+        let own = Routing { top_k: 2, ids: routing.ids[4..6].to_vec() };
+        let x = X::new(&values[2 * 300..3 * 300], DType::F32);
+        let alone = run(&gpu, &experts, &places, &x, &own, &own.groups(), false);
+        assert!(alone.partial.iter().all(|v| v.is_nan()), "{format}: a token alone lost a NaN");
     }
 }
 
@@ -238,17 +250,18 @@ fn a_nan_stays_with_its_token() {
 fn weights_on_the_input_scale_x_first() {
     let gpu = gpu();
     let mut rng = Rng::new(6);
-    for format in [ExpertFormat::Bf16, ExpertFormat::INT4] {
+    let formats = [ExpertFormat::Bf16, ExpertFormat::INT8, ExpertFormat::INT4];
+    for (format, tokens) in formats.into_iter().flat_map(|f| [(f, 5), (f, 1)]) {
         let experts = Experts::random(ExpertSpec::swiglu(256, 128), format, 3, &mut rng);
         let (_records, places) = upload(&gpu, &experts);
-        let routing = Routing::random(5, 3, 1, &mut rng);
-        let (values, weights) = (rng.many(5 * 256, 1.0), rng.many(5, 1.0));
+        let routing = Routing::random(tokens, 3, 1, &mut rng);
+        let (values, weights) = (rng.many(tokens * 256, 1.0), rng.many(tokens, 1.0));
         let scaled: Vec<f32> = values.iter().enumerate().map(|(i, v)| v * weights[i / 256]).collect();
         let want =
             run(&gpu, &experts, &places, &X::new(&scaled, DType::F32), &routing, &routing.groups(), false);
 
         let (x, w) = (gpu.upload_f32(&values), gpu.upload_f32(&weights));
-        let h = gpu.poisoned(4 * 5 * 128);
+        let h = gpu.poisoned(4 * tokens * 128);
         let (mut items, mut list) = (Vec::new(), Vec::new());
         for (e, assignments) in routing.groups() {
             let (first, count) = (list.len() as u32, assignments.len() as u32);
@@ -262,7 +275,8 @@ fn weights_on_the_input_scale_x_first() {
                 items: items_on.at,
                 len: items.len(),
                 assignments: list_on.at,
-                most: 5,
+                most: tokens,
+                tokens,
             },
             activation: Activation::Silu,
             x: x.at,
@@ -273,7 +287,7 @@ fn weights_on_the_input_scale_x_first() {
         };
         // SAFETY: every buffer is as long as documented and lives until the download has waited.
         unsafe { gpu.kernels.gate_up(&gpu.stream, &args) }.expect("gate_up");
-        assert_eq!(bits(&gpu.download_f32(&h, 5 * 128)), bits(&want.h), "{format}");
+        assert_eq!(bits(&gpu.download_f32(&h, tokens * 128)), bits(&want.h), "{format}, {tokens} tokens");
     }
 }
 

@@ -9,4 +9,5 @@ mod case;
 #[path = "../conformance/mod.rs"]
 mod conformance;
 mod kernels;
+mod one_token;
 mod timing;

@@ -99,10 +99,7 @@ fn layer(gpu: &Gpu, kernels: &Kernels, s: &Scratch, items: Items<'_>, tokens: us
             kernels.gate_up(&gpu.stream, &s.gate_up(items)).expect("gate_up");
         }
         if which != "gate_up" {
-            kernels.down(&gpu.stream, &s.down(items)).expect("down");
-        }
-        if which == "all" {
-            kernels.combine(&gpu.stream, &s.combine(tokens)).expect("combine");
+            kernels.down_combine(&gpu.stream, &s.down(items), &s.combine(tokens)).expect("down and combine");
         }
     }
 }
@@ -163,6 +160,7 @@ fn time_one_layer_of_qwen3_30b() {
             len: TOP_K,
             assignments: list.at,
             most,
+            tokens: most,
         };
         let layer_bytes = (TOP_K * layout.record_bytes) as f64;
         let floor_us = layer_bytes / floor / 1e3;
@@ -286,8 +284,14 @@ fn time_prefill_of_one_layer() {
                 })
                 .collect();
             let items_on = gpu.upload_items(&items);
-            let items =
-                Items { layout: &layout, items: items_on.at, len: EXPERTS, assignments: list.at, most };
+            let items = Items {
+                layout: &layout,
+                items: items_on.at,
+                len: EXPERTS,
+                assignments: list.at,
+                most,
+                tokens,
+            };
             let report = |how: &str, us: f64| {
                 println!(
                     "{tokens:>5} tokens {:<9} {how}: {us:>8.0} us, {:>7.0} tok/s",

@@ -6,221 +6,25 @@
 use std::sync::Arc;
 
 use candle_core::DType;
-use cudarc::driver::{
-    CudaContext, CudaFunction, CudaStream, DeviceRepr, DriverError, LaunchConfig, PushKernelArg,
-    ValidAsZeroBits, sys,
-};
+use cudarc::driver::{CudaContext, CudaFunction, CudaStream, DriverError, LaunchConfig, PushKernelArg, sys};
 use cudarc::nvrtc::Ptx;
+
+pub use self::args::{CombineArgs, DequantArgs, DeviceItem, DownArgs, GateUpArgs, GatherArgs, Items};
+use self::by_value::{Act, Input, Record};
+use self::one_token::OneToken;
 
 use crate::error::{Error, Result};
 use crate::expert::{Activation, ExpertLayout, MatrixLayout};
 use crate::format::ExpertFormat;
 
+mod args;
+mod by_value;
+mod one_token;
+
 static FATBIN: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/kernels.fatbin"));
 
 /// Shared memory for x in one block of a GEMV; what is longer is cut into segments.
 const X_BYTES: usize = 40 << 10;
-
-/// One record of a launch, as the kernels read it from device memory.
-#[repr(C)]
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct DeviceItem {
-    /// Address of the record: a slot, or page-locked host memory.
-    pub src: u64,
-    /// 0, or the address of a slot that [`Kernels::gate_up`] and [`Kernels::down`] together fill with the record's
-    /// bytes as they read them.
-    pub dst: u64,
-    /// First of its assignments in the launch's list.
-    pub first: u32,
-    /// How many assignments it serves; 0 skips the item.
-    pub count: u32,
-}
-
-// SAFETY: plain integers without padding, mirrored by `struct Item` in kernels/record.cuh.
-unsafe impl DeviceRepr for DeviceItem {}
-// SAFETY: all zeros is an item to be skipped.
-unsafe impl ValidAsZeroBits for DeviceItem {}
-
-/// The records that a launch reads.
-#[derive(Debug, Clone, Copy)]
-pub struct Items<'a> {
-    /// Where the parts of every record lie.
-    pub layout: &'a ExpertLayout,
-    /// Device address of `[len]` [`DeviceItem`]s.
-    pub items: u64,
-    /// Items, those with count 0 included.
-    pub len: usize,
-    /// Device address of the list of assignments, u32 each.
-    pub assignments: u64,
-    /// No item serves more assignments than this. It chooses the kernel, never the result.
-    pub most: usize,
-}
-
-/// Arguments of [`Kernels::gate_up`] and [`Kernels::gemm_gate_up`].
-#[derive(Debug, Clone, Copy)]
-pub struct GateUpArgs<'a> {
-    /// The records.
-    pub items: Items<'a>,
-    /// The gate's non-linearity.
-    pub activation: Activation,
-    /// Device address of x `[tokens, hidden]`.
-    pub x: u64,
-    /// F32, BF16 or F16.
-    pub x_dtype: DType,
-    /// Experts per token: assignment `a` reads row `a / top_k` of x.
-    pub top_k: usize,
-    /// Device address of `[assignments]` F32 weights that x is multiplied with first, or 0.
-    pub input_weights: u64,
-    /// Device address of the result `[assignments, intermediate]`, F32.
-    pub h: u64,
-}
-
-/// Arguments of [`Kernels::down`] and [`Kernels::gemm_down`].
-#[derive(Debug, Clone, Copy)]
-pub struct DownArgs<'a> {
-    /// The records.
-    pub items: Items<'a>,
-    /// Device address of `[assignments, intermediate]`, F32.
-    pub h: u64,
-    /// Device address of the result `[assignments, hidden]`, F32.
-    pub partial: u64,
-}
-
-/// Arguments of [`Kernels::combine`].
-#[derive(Debug, Clone, Copy)]
-pub struct CombineArgs {
-    /// Device address of `[tokens * top_k, hidden]`, F32.
-    pub partial: u64,
-    /// Device address of `[tokens * top_k]` F32 weights, or 0: all ones.
-    pub weights: u64,
-    /// Rows of the result.
-    pub tokens: usize,
-    /// Experts per token.
-    pub top_k: usize,
-    /// Columns of the result.
-    pub hidden: usize,
-    /// F32, BF16 or F16.
-    pub y_dtype: DType,
-    /// Device address of the result `[tokens, hidden]`.
-    pub y: u64,
-}
-
-/// Arguments of [`Kernels::dequant`].
-#[derive(Debug, Clone, Copy)]
-pub struct DequantArgs<'a> {
-    /// Layout at `src`, of any format.
-    pub from: &'a ExpertLayout,
-    /// Layout at `dst`: the same expert in BF16.
-    pub to: &'a ExpertLayout,
-    /// Device address of `[len]` [`DeviceItem`]s; those with `dst` 0 are skipped, assignments are not looked at.
-    pub items: u64,
-    /// Items.
-    pub len: usize,
-}
-
-/// Arguments of [`Kernels::gather`].
-#[derive(Debug, Clone, Copy)]
-pub struct GatherArgs {
-    /// Device address of `[len]` [`DeviceItem`]s.
-    pub items: u64,
-    /// Items.
-    pub len: usize,
-    /// Device address of the list of assignments, u32 each.
-    pub assignments: u64,
-    /// Bytes that are taken of every record, from its start.
-    pub bytes: usize,
-    /// Device address of the result `[assignments, bytes]`, aligned to 16 bytes.
-    pub out: u64,
-}
-
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct Matrix {
-    weights: u64,
-    scales: u64,
-    rows: u32,
-    cols: u32,
-    row_bytes: u32,
-    scale_row_bytes: u32,
-}
-
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct Record {
-    gate: Matrix,
-    up: Matrix,
-    down: Matrix,
-    gate_bias: u64,
-    up_bias: u64,
-    down_bias: u64,
-    tail: u64,
-    bytes: u64,
-    has_bias: u32,
-    group_shift: u32,
-}
-
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct Input {
-    data: u64,
-    row_weights: u64,
-    dtype: u32,
-    per_row: u32,
-}
-
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct Act {
-    kind: u32,
-    limit: f32,
-    alpha: f32,
-}
-
-// SAFETY: plain numbers without padding, mirrored field by field in kernels/record.cuh.
-unsafe impl DeviceRepr for Record {}
-// SAFETY: as above.
-unsafe impl DeviceRepr for Input {}
-// SAFETY: as above.
-unsafe impl DeviceRepr for Act {}
-
-impl Record {
-    fn new(l: &ExpertLayout) -> Self {
-        let matrix = |m: &MatrixLayout| Matrix {
-            weights: m.weights as u64,
-            scales: m.scales as u64,
-            rows: m.rows as u32,
-            cols: m.cols as u32,
-            row_bytes: m.row_bytes as u32,
-            scale_row_bytes: m.scale_row_bytes as u32,
-        };
-        let tail = match l.format {
-            ExpertFormat::Bf16 => l.down.weights + l.down.rows * l.down.row_bytes,
-            _ => l.down.scales + l.down.rows * l.down.scale_row_bytes,
-        };
-        Self {
-            gate: matrix(&l.gate),
-            up: matrix(&l.up),
-            down: matrix(&l.down),
-            gate_bias: l.bias.map_or(0, |b| b.gate as u64),
-            up_bias: l.bias.map_or(0, |b| b.up as u64),
-            down_bias: l.bias.map_or(0, |b| b.down as u64),
-            tail: tail as u64,
-            bytes: l.record_bytes as u64,
-            has_bias: l.bias.is_some().into(),
-            group_shift: l.format.group().map_or(0, usize::ilog2),
-        }
-    }
-}
-
-impl Act {
-    fn new(activation: Activation) -> Self {
-        match activation {
-            Activation::Silu => Self { kind: 0, limit: 0.0, alpha: 0.0 },
-            Activation::GeluTanh => Self { kind: 1, limit: 0.0, alpha: 0.0 },
-            Activation::SwigluClamped { limit, alpha } => Self { kind: 2, limit, alpha },
-        }
-    }
-}
 
 /// The number by which the kernels know an element type.
 fn dtype_code(what: &'static str, dtype: DType) -> Result<u32> {
@@ -292,6 +96,7 @@ pub struct Kernels {
     most_warps: usize,
     gate_up: [Gemv; 3],
     down: [Gemv; 3],
+    one_token: OneToken,
     dequant: [CudaFunction; 3],
     gemm_gate_up: CudaFunction,
     gemm_down: CudaFunction,
@@ -355,6 +160,7 @@ impl Kernels {
             most_warps: 4,
             gate_up: [gemv("gate_up", "bf16")?, gemv("gate_up", "int8")?, gemv("gate_up", "int4")?],
             down: [gemv("down", "bf16")?, gemv("down", "int8")?, gemv("down", "int4")?],
+            one_token: OneToken::load(&module, shared_limit).map_err(fail)?,
             dequant: [function("dequant_bf16")?, function("dequant_int8")?, function("dequant_int4")?],
             gemm_gate_up: function("gemm_gate_up")?,
             gemm_down: function("gemm_down")?,
@@ -380,8 +186,8 @@ impl Kernels {
     /// Enqueues `h[a] = act(gate x) * (up x)` for every assignment of every item, reading each record once for up to
     /// four assignments and from its `dst`, where it has one, for more.
     ///
-    /// A result depends on its record, its row of x and the layout alone: not on the other items or assignments, nor
-    /// on where the record lies.
+    /// A result depends on its record, its row of x, the layout and whether the call has one token: not on the other
+    /// items or assignments, nor on where the record lies.
     ///
     /// # Errors
     /// [`Error::BadArgument`] for a dtype or shape that the kernel cannot do, [`Error::Device`] when the launch fails.
@@ -393,6 +199,10 @@ impl Kernels {
     pub unsafe fn gate_up(&self, stream: &Arc<CudaStream>, args: &GateUpArgs<'_>) -> Result<()> {
         let layout = args.items.layout;
         let input = self.x_input(args)?;
+        if self.takes_one_token(&args.items) {
+            // SAFETY: the caller keeps this function's contract.
+            return unsafe { self.one_token_gate_up(stream, args, input) };
+        }
         let kernel = &self.gate_up[format_index(layout.format)];
         let blocks = layout.gate.rows.div_ceil(16);
         // SAFETY: the caller keeps this function's contract.
@@ -420,6 +230,10 @@ impl Kernels {
     /// As [`Kernels::gate_up`].
     pub unsafe fn down(&self, stream: &Arc<CudaStream>, args: &DownArgs<'_>) -> Result<()> {
         let layout = args.items.layout;
+        if self.takes_one_token(&args.items) {
+            // SAFETY: the caller keeps this function's contract.
+            return unsafe { self.one_token_down(stream, args, None) };
+        }
         let input = Input { data: args.h, row_weights: 0, dtype: 0, per_row: 1 };
         let kernel = &self.down[format_index(layout.format)];
         let blocks = layout.down.rows.div_ceil(32);
@@ -436,6 +250,39 @@ impl Kernels {
                 Activation::Silu,
                 args.partial,
             )
+        }
+    }
+
+    /// Enqueues [`Kernels::down`] and [`Kernels::combine`], in one kernel for one token; the same bits. The items serve
+    /// every assignment of the call.
+    ///
+    /// # Errors
+    /// As these; [`Error::BadArgument`] when they are not about the same call.
+    ///
+    /// # Safety
+    /// As these; for one token `partial` is not written.
+    pub unsafe fn down_combine(
+        &self,
+        stream: &Arc<CudaStream>,
+        down: &DownArgs<'_>,
+        combine: &CombineArgs,
+    ) -> Result<()> {
+        let of_down = (down.items.tokens, down.items.layout.down.rows, down.partial);
+        let of_combine = (combine.tokens, combine.hidden, combine.partial);
+        if of_down != of_combine {
+            let reason = format!(
+                "down has (tokens, hidden, partial) {of_down:?}, combine has {of_combine:?}: they are of one call"
+            );
+            return Err(Error::BadArgument { what: "down_combine", reason });
+        }
+        if self.takes_one_token(&down.items) && self.combines_in_place(&down.items, combine) {
+            // SAFETY: the caller keeps this function's contract.
+            return unsafe { self.one_token_down(stream, down, Some(combine)) };
+        }
+        // SAFETY: as above.
+        unsafe {
+            self.down(stream, down)?;
+            self.combine(stream, combine)
         }
     }
 
@@ -707,14 +554,5 @@ mod tests {
         let qwen = ExpertLayout::new(&ExpertSpec::swiglu(2048, 768), ExpertFormat::INT4);
         assert_eq!(Cut::new(qwen.format, &qwen.gate, 1, 4).warps, 4);
         assert_eq!(Cut::new(qwen.format, &qwen.down, 1, 4).warps, 3);
-    }
-
-    #[test]
-    fn structs_are_as_long_as_on_the_device() {
-        assert_eq!(size_of::<DeviceItem>(), 24);
-        assert_eq!(size_of::<Matrix>(), 32);
-        assert_eq!(size_of::<Record>(), 3 * 32 + 5 * 8 + 2 * 4);
-        assert_eq!(size_of::<Input>(), 24);
-        assert_eq!(size_of::<Act>(), 12);
     }
 }

@@ -1,0 +1,189 @@
+//! The launches of kernels/one_token.cu: gate_up and down for one token.
+
+use std::sync::Arc;
+
+use cudarc::driver::{
+    CudaFunction, CudaModule, CudaStream, DeviceRepr, DriverError, LaunchConfig, PushKernelArg, sys,
+};
+
+use super::{
+    Act, CombineArgs, DownArgs, GateUpArgs, Input, Items, Kernels, Record, dtype_code, format_index,
+    grid_extent,
+};
+use crate::error::Result;
+use crate::expert::MatrixLayout;
+use crate::format::ExpertFormat;
+
+/// Of a block of gate_up, each with two gate and two up rows; the kernel's launch bounds say as much.
+const WARPS: usize = 8;
+/// Rows of a block of down, whose warps take an item each.
+const DOWN_ROWS: usize = 8;
+/// What a warp reads of a row at a time.
+const PASS_BYTES: usize = 512;
+
+/// The kernels, by [`format_index`].
+pub(super) struct OneToken {
+    gate_up: [CudaFunction; 3],
+    down: [CudaFunction; 3],
+}
+
+/// Where down's results go; mirrored by `struct Output` in kernels/one_token.cu.
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct Output {
+    partial: u64,
+    weights: u64,
+    y: u64,
+    dtype: u32,
+    top_k: u32,
+}
+
+// SAFETY: plain integers without padding, mirrored field by field in kernels/one_token.cu.
+unsafe impl DeviceRepr for Output {}
+
+impl OneToken {
+    pub(super) fn load(
+        module: &Arc<CudaModule>,
+        shared_limit: i32,
+    ) -> std::result::Result<Self, DriverError> {
+        let load = |kind: &str, format: &str| {
+            let f = module.load_function(&format!("one_token_{kind}_{format}"))?;
+            f.set_attribute(
+                sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
+                shared_limit,
+            )?;
+            Ok::<_, DriverError>(f)
+        };
+        let three =
+            |kind| Ok::<_, DriverError>([load(kind, "bf16")?, load(kind, "int8")?, load(kind, "int4")?]);
+        Ok(Self { gate_up: three("gate_up")?, down: three("down")? })
+    }
+}
+
+/// Shared memory for the F32 columns of one pass.
+fn pass_shared(format: ExpertFormat) -> usize {
+    let cols = match format {
+        ExpertFormat::Bf16 => PASS_BYTES / 2,
+        ExpertFormat::Int8 { .. } => PASS_BYTES,
+        ExpertFormat::Int4 { .. } => 2 * PASS_BYTES,
+    };
+    4 * cols
+}
+
+fn gate_up_shared(format: ExpertFormat, gate: &MatrixLayout) -> usize {
+    gate.row_bytes.div_ceil(PASS_BYTES) * pass_shared(format)
+}
+
+fn down_shared(format: ExpertFormat, warps: usize, combined: usize) -> usize {
+    warps * pass_shared(format) + combined * DOWN_ROWS * 4
+}
+
+fn down_warps(items: usize) -> usize {
+    items.clamp(1, WARPS)
+}
+
+impl Kernels {
+    /// Whether a call's shape and tokens are those of one_token.cu, which holds all of x in shared memory.
+    pub(super) fn takes_one_token(&self, items: &Items<'_>) -> bool {
+        let layout = items.layout;
+        items.tokens == 1
+            && gate_up_shared(layout.format, &layout.gate) <= self.shared_limit
+            && down_shared(layout.format, WARPS, 0) <= self.shared_limit
+    }
+
+    /// Whether down's sums of all experts fit into shared memory.
+    pub(super) fn combines_in_place(&self, items: &Items<'_>, combine: &CombineArgs) -> bool {
+        let shared = down_shared(items.layout.format, down_warps(items.len), combine.top_k);
+        items.len > 0 && items.most > 0 && shared <= self.shared_limit
+    }
+
+    /// # Safety
+    /// As [`Kernels::gate_up`].
+    pub(super) unsafe fn one_token_gate_up(
+        &self,
+        stream: &Arc<CudaStream>,
+        args: &GateUpArgs<'_>,
+        input: Input,
+    ) -> Result<()> {
+        let (items, layout) = (&args.items, args.items.layout);
+        if items.len == 0 || items.most == 0 {
+            return Ok(());
+        }
+        let config = LaunchConfig {
+            grid_dim: (layout.gate.rows.div_ceil(2 * WARPS) as u32, grid_extent("items", items.len)?, 1),
+            block_dim: (32 * WARPS as u32, 1, 1),
+            shared_mem_bytes: gate_up_shared(layout.format, &layout.gate) as u32,
+        };
+        let (record, act) = (Record::new(layout), Act::new(args.activation));
+        let mut launch = stream.launch_builder(&self.one_token.gate_up[format_index(layout.format)]);
+        launch.arg(&items.items).arg(&items.assignments).arg(&record).arg(&input).arg(&act).arg(&args.h);
+        // SAFETY: types and order are those of ONE_TOKEN in kernels/one_token.cu; the addresses are the caller's
+        // promise.
+        unsafe { launch.launch(config) }.map_err(|error| self.launch_error("one_token_gate_up", error))?;
+        Ok(())
+    }
+
+    /// Down alone, or with the weighted sum over the token's experts.
+    ///
+    /// # Safety
+    /// As [`Kernels::down`], or [`Kernels::down_combine`].
+    pub(super) unsafe fn one_token_down(
+        &self,
+        stream: &Arc<CudaStream>,
+        args: &DownArgs<'_>,
+        combine: Option<&CombineArgs>,
+    ) -> Result<()> {
+        let (items, layout) = (&args.items, args.items.layout);
+        if items.len == 0 || items.most == 0 {
+            return Ok(());
+        }
+        let output = match combine {
+            None => Output { partial: args.partial, weights: 0, y: 0, dtype: 0, top_k: 0 },
+            Some(c) => Output {
+                partial: args.partial,
+                weights: c.weights,
+                y: c.y,
+                dtype: dtype_code("y", c.y_dtype)?,
+                top_k: c.top_k as u32,
+            },
+        };
+        let warps = down_warps(items.len);
+        let config = LaunchConfig {
+            grid_dim: (layout.down.rows.div_ceil(DOWN_ROWS) as u32, 1, 1),
+            block_dim: (32 * warps as u32, 1, 1),
+            shared_mem_bytes: down_shared(layout.format, warps, output.top_k as usize) as u32,
+        };
+        let (record, len) = (Record::new(layout), grid_extent("items", items.len)?);
+        let mut launch = stream.launch_builder(&self.one_token.down[format_index(layout.format)]);
+        launch.arg(&items.items).arg(&items.assignments).arg(&record).arg(&args.h).arg(&len).arg(&output);
+        // SAFETY: types and order are those of ONE_TOKEN in kernels/one_token.cu; the addresses are the caller's
+        // promise.
+        unsafe { launch.launch(config) }.map_err(|error| self.launch_error("one_token_down", error))?;
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::expert::{ExpertLayout, ExpertSpec};
+
+    #[test]
+    fn one_tokens_x_fits_every_gpu_at_the_shapes_of_models() {
+        for format in ExpertFormat::all_for_tests() {
+            for (hidden, intermediate) in [(2048, 768), (2880, 2880), (7168, 2048), (4096, 14336), (1, 1)] {
+                let layout = ExpertLayout::new(&ExpertSpec::swiglu(hidden, intermediate), format);
+                // 99 KiB is the least of the supported generations.
+                assert!(gate_up_shared(format, &layout.gate) <= 99 << 10, "{format} {hidden}");
+                assert!(down_shared(format, WARPS, 16) <= 99 << 10, "{format} {hidden}");
+            }
+        }
+        let qwen = ExpertLayout::new(&ExpertSpec::swiglu(2048, 768), ExpertFormat::INT4);
+        assert_eq!(gate_up_shared(qwen.format, &qwen.gate), 4 * 2048);
+    }
+
+    #[test]
+    fn output_is_as_long_as_on_the_device() {
+        assert_eq!(size_of::<Output>(), 32);
+    }
+}
