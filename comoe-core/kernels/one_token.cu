@@ -131,49 +131,54 @@ struct Rows {
     }
     __device__ __forceinline__ bool valid(int r) const { return r % kEach < left; }
 
-    // Calls `f(r, byte of the record)` for every row, of which `first` says where its matrix begins.
+    // Calls `f(r, where it begins in the record)` for every row; `first` has the first of each matrix.
     template <typename Fn>
-    __device__ __forceinline__ void each(const uint64_t (&first)[M], uint32_t stride, uint32_t at, Fn f) const {
+    __device__ __forceinline__ void each(const uint64_t (&first)[M], uint32_t stride, Fn f) const {
 #pragma unroll
         for (int m = 0; m < M; m++) {
-            // Addresses one after the other, here and now: kept from pass to pass they would take most registers.
-            uint64_t byte = first[m] + at;
-            asm volatile("" : "+l"(byte));
+            if constexpr (R <= 4) {
 #pragma unroll
-            for (int r = 0; r < kEach; r++, byte += stride) f(m * kEach + r, byte);
+                for (int r = 0; r < kEach; r++) f(m * kEach + r, first[m] + uint32_t(r) * stride);
+            } else {
+                // One after the other, here and now: kept from pass to pass they would take most registers.
+                uint64_t row = first[m];
+                asm volatile("" : "+l"(row));
+#pragma unroll
+                for (int r = 0; r < kEach; r++, row += stride) f(m * kEach + r, row);
+            }
         }
     }
 
     __device__ __forceinline__ void load(uint4 (&w)[R], uint32_t pass) const {
         const uint32_t at = (pass * 32 + lane) * 16;
-        each(weights, row_bytes, at, [&](int r, uint64_t byte) {
+        each(weights, row_bytes, [&](int r, uint64_t row) {
             w[r] = make_uint4(0, 0, 0, 0);
-            if (valid(r) && at < row_bytes) w[r] = load_chunk(from + byte);
+            if (valid(r) && at < row_bytes) w[r] = load_chunk(from + row + at);
         });
     }
 
     __device__ __forceinline__ void store(const uint4 (&w)[R], uint32_t pass) const {
         const uint32_t at = (pass * 32 + lane) * 16;
-        each(weights, row_bytes, at, [&](int r, uint64_t byte) {
-            if (valid(r) && at < row_bytes) *reinterpret_cast<uint4*>(to + byte) = w[r];
+        each(weights, row_bytes, [&](int r, uint64_t row) {
+            if (valid(r) && at < row_bytes) *reinterpret_cast<uint4*>(to + row + at) = w[r];
         });
     }
 
     // Scales 64 * part .. 64 * part + 64 of every row, two a lane.
     __device__ __forceinline__ void load_scales(uint32_t (&s)[R], uint32_t part) const {
         const uint32_t at = (part * 32 + lane) * 4;
-        each(scales, scale_row_bytes, at, [&](int r, uint64_t byte) {
+        each(scales, scale_row_bytes, [&](int r, uint64_t row) {
             s[r] = 0;
             if (F != BF16 && valid(r) && at < scale_row_bytes) {
-                asm volatile("ld.global.L1::no_allocate.u32 %0, [%1];" : "=r"(s[r]) : "l"(from + byte) : "memory");
+                asm volatile("ld.global.L1::no_allocate.u32 %0, [%1];" : "=r"(s[r]) : "l"(from + row + at) : "memory");
             }
         });
     }
 
     __device__ __forceinline__ void store_scales(const uint32_t (&s)[R], uint32_t part) const {
         const uint32_t at = (part * 32 + lane) * 4;
-        each(scales, scale_row_bytes, at, [&](int r, uint64_t byte) {
-            if (F != BF16 && valid(r) && at < scale_row_bytes) *reinterpret_cast<uint32_t*>(to + byte) = s[r];
+        each(scales, scale_row_bytes, [&](int r, uint64_t row) {
+            if (F != BF16 && valid(r) && at < scale_row_bytes) *reinterpret_cast<uint32_t*>(to + row + at) = s[r];
         });
     }
 

@@ -107,7 +107,7 @@ fn layer(gpu: &Gpu, kernels: &Kernels, s: &Scratch, items: Items<'_>, tokens: us
 #[test]
 #[ignore = "needs a CUDA device"]
 fn time_one_layer_of_qwen3_30b() {
-    let mut gpu = gpu();
+    let gpu = gpu();
     let mut rng = Rng::new(42);
     println!("\n{} ({:?})", gpu.ctx.name().expect("name"), gpu.ctx.compute_capability().expect("capability"));
 
@@ -129,7 +129,7 @@ fn time_one_layer_of_qwen3_30b() {
     );
 
     println!("\none token, 8 experts a layer; us a layer");
-    println!("format     warps |  floor | gate_up   down    all   eager |  GB/s  all/floor");
+    println!("format     |  floor | gate_up   down    all   eager |  GB/s  all/floor");
     let spec = ExpertSpec::swiglu(HIDDEN, INTERMEDIATE);
     let scratch = Scratch::new(&gpu, 32, &mut rng);
     for format in [
@@ -164,27 +164,22 @@ fn time_one_layer_of_qwen3_30b() {
         };
         let layer_bytes = (TOP_K * layout.record_bytes) as f64;
         let floor_us = layer_bytes / floor / 1e3;
-        for warps in [2, 4, 8] {
-            gpu.kernels.set_most_warps(warps);
-            let gpu = &*gpu;
-            let walk = |which: &str| {
-                for l in 0..layers {
-                    layer(gpu, &gpu.kernels, &scratch, of_layer(l, 1, &items_on, &list), 1, which);
-                }
-            };
-            let [gate_up, down, all] =
-                ["gate_up", "down", "all"].map(|which| time_graph(gpu, || walk(which)) / layers as f64);
-            let eager = time(gpu, || walk("all")) / layers as f64;
-            println!(
-                "{:<10} {warps:>5} | {floor_us:>6.2} | {gate_up:>7.2} {down:>6.2} {all:>6.2} {eager:>7.2} | {:>5.0} {:>9.2}",
-                format.to_string(),
-                layer_bytes / all / 1e3,
-                all / floor_us
-            );
-        }
-        gpu.kernels.set_most_warps(4);
-        // Several tokens that all chose the same 8 experts: what a further token costs.
         let gpu = &*gpu;
+        let walk = |which: &str| {
+            for l in 0..layers {
+                layer(gpu, &gpu.kernels, &scratch, of_layer(l, 1, &items_on, &list), 1, which);
+            }
+        };
+        let [gate_up, down, all] =
+            ["gate_up", "down", "all"].map(|which| time_graph(gpu, || walk(which)) / layers as f64);
+        let eager = time(gpu, || walk("all")) / layers as f64;
+        println!(
+            "{:<10} | {floor_us:>6.2} | {gate_up:>7.2} {down:>6.2} {all:>6.2} {eager:>7.2} | {:>5.0} {:>9.2}",
+            format.to_string(),
+            layer_bytes / all / 1e3,
+            all / floor_us
+        );
+        // Several tokens that all chose the same 8 experts: what a further token costs.
         for tokens in [2, 4, 8, 32] {
             let shared: Vec<_> = items
                 .iter()

@@ -23,6 +23,9 @@ mod one_token;
 
 static FATBIN: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/kernels.fatbin"));
 
+/// Warps of a GEMV's block, at most.
+const MOST_WARPS: usize = 4;
+
 /// Shared memory for x in one block of a GEMV; what is longer is cut into segments.
 const X_BYTES: usize = 40 << 10;
 
@@ -93,7 +96,6 @@ impl Gemv {
 pub struct Kernels {
     ordinal: usize,
     shared_limit: usize,
-    most_warps: usize,
     gate_up: [Gemv; 3],
     down: [Gemv; 3],
     one_token: OneToken,
@@ -157,7 +159,6 @@ impl Kernels {
         Ok(Self {
             ordinal: ctx.ordinal(),
             shared_limit: shared_limit as usize,
-            most_warps: 4,
             gate_up: [gemv("gate_up", "bf16")?, gemv("gate_up", "int8")?, gemv("gate_up", "int4")?],
             down: [gemv("down", "bf16")?, gemv("down", "int8")?, gemv("down", "int4")?],
             one_token: OneToken::load(&module, shared_limit).map_err(fail)?,
@@ -167,13 +168,6 @@ impl Kernels {
             combine: function("combine")?,
             gather: function("gather")?,
         })
-    }
-
-    /// Sets the most warps of a GEMV's block (1 to 8; 4 at first), for tuning: results change in their last bits, so
-    /// it is set before the first launch or never.
-    #[doc(hidden)]
-    pub fn set_most_warps(&mut self, warps: usize) {
-        self.most_warps = warps.clamp(1, 8);
     }
 
     fn launch_error(&self, what: &str, error: DriverError) -> Error {
@@ -314,7 +308,7 @@ impl Kernels {
             return Ok(());
         }
         let (function, tokens) = if items.most == 1 { (&kernel.one, 1) } else { (&kernel.many, Gemv::MANY) };
-        let cut = Cut::new(items.layout.format, matrix, tokens, self.most_warps);
+        let cut = Cut::new(items.layout.format, matrix, tokens, MOST_WARPS);
         if cut.shared_bytes > self.shared_limit {
             let reason = format!(
                 "rows of {} columns need {} bytes of shared memory, this GPU has {}",
