@@ -302,7 +302,14 @@ impl CudaBackend {
         let most = items.iter().map(|i| i.count as usize).max().unwrap_or(0);
         let on_input = ffn.spec.weight_on == WeightOn::Input;
         let at = self.upload_launch(items, assignments, if on_input { &ffn.weights } else { &[] })?;
-        let items = Items { layout, items: at.items, len: items.len(), assignments: at.assignments, most };
+        let items = Items {
+            layout,
+            items: at.items,
+            len: items.len(),
+            assignments: at.assignments,
+            most,
+            tokens: ffn.tokens,
+        };
         let h = self.hidden.slab.address();
         let gate_up = GateUpArgs {
             items,
