@@ -3,17 +3,18 @@
 use candle_core::{DType, Device, Tensor};
 use comoe_core::ExpertCache;
 
-use crate::arch::{AttentionPlan, DecoderPlan, FfnPlan, LayerPlan, TensorNames};
+use crate::arch::{DecoderPlan, RopePlan, TensorNames};
 use crate::blocks::attention::Attention;
+use crate::blocks::conv::ShortConv;
 use crate::blocks::ffn::DenseFfn;
-use crate::blocks::kv_cache::KvCache;
+use crate::blocks::kv_cache::{KvCache, LayerKv};
+use crate::blocks::latent::LatentAttention;
 use crate::blocks::linear::Linear;
 use crate::blocks::moe::Moe;
-use crate::blocks::norm::RmsNorm;
+use crate::blocks::norm::Norm;
 use crate::blocks::rope::RotaryTable;
-use crate::blocks::router::Router;
 use crate::error::{Error, Result};
-use crate::load::DenseWeights;
+use crate::load::{Builder, DenseWeights};
 
 /// Tokens of a prompt that go through the model at once. Chunks end at multiples of it, so how a sequence is cut
 /// depends on positions alone.
@@ -34,7 +35,7 @@ pub struct Decoder {
     /// `[vocab, hidden]`
     embedding: Tensor,
     layers: Vec<Layer>,
-    norm: RmsNorm,
+    norm: Norm,
     head: Linear,
     ropes: Vec<RotaryTable>,
     experts: ExpertCache,
@@ -45,15 +46,25 @@ pub struct Decoder {
 }
 
 struct Layer {
-    attention_norm: RmsNorm,
-    attention: Attention,
+    pre: [Option<Norm>; 2],
+    mixer: Mixer,
     /// Which of the decoder's tables.
-    rope: usize,
-    ffn_norm: RmsNorm,
+    rope: Option<usize>,
     ffn: Ffn,
+    post: [Option<Norm>; 2],
+    residual_scale: f64,
+    scalar: Option<f64>,
 }
 
-enum Ffn {
+/// How tokens look at each other.
+pub(crate) enum Mixer {
+    Attention(Attention),
+    Latent(LatentAttention),
+    Conv(ShortConv),
+}
+
+/// What happens to each token.
+pub(crate) enum Ffn {
     Dense(DenseFfn),
     Moe(Moe),
 }
@@ -82,43 +93,57 @@ impl Decoder {
                 return Err(Error::ExpertMismatch { layer, config, checkpoint });
             }
         }
-        let hidden = plan.hidden;
-        let norm = |weights: &mut DenseWeights<'_>, name: &str| -> Result<RmsNorm> {
-            Ok(RmsNorm::new(weights.tensor(name, &[hidden])?, plan.norm_eps))
-        };
-        let embedding = weights.tensor(plan.names.embedding, &[plan.vocab, hidden])?;
+        let (hidden, names) = (plan.hidden, &plan.names);
+        let embedded = |root: &str| weights.contains(&format!("{root}{}.weight", names.embedding));
+        let root = TensorNames::ROOTS.into_iter().find(|(root, _)| embedded(root));
+        let (root, head_root) = root.unwrap_or(TensorNames::ROOTS[0]);
+        let mut build = Builder { weights, plan: &plan, prefix: root.to_owned() };
+        let embedding = build.tensor(&format!("{}.weight", names.embedding), &[plan.vocab, hidden])?;
         let mut ropes = Vec::new();
-        let mut table_of = Vec::<(f64, usize)>::new();
+        let mut table_of = Vec::<&RopePlan>::new();
         let mut layers = Vec::with_capacity(plan.layers.len());
         for (l, layer) in plan.layers.iter().enumerate() {
-            let a = &layer.attention;
-            let key = (a.rope_theta, a.head_dim);
-            let rope = match table_of.iter().position(|k| *k == key) {
-                Some(rope) => rope,
-                None => {
-                    table_of.push(key);
-                    ropes.push(RotaryTable::new(key.0, key.1, context, dtype, device)?);
-                    ropes.len() - 1
+            let mut rope = None;
+            if let Some(wanted) = layer.mixer.rope() {
+                rope = table_of.iter().position(|known| *known == wanted);
+                if rope.is_none() {
+                    table_of.push(wanted);
+                    ropes.push(RotaryTable::new(wanted, context, dtype, device)?);
+                    rope = Some(ropes.len() - 1);
+                }
+            }
+            build.prefix = format!("{root}layers.{l}.");
+            let mut norms = |wanted: bool, names: [&str; 2]| -> Result<[Option<Norm>; 2]> {
+                match wanted {
+                    true => Ok([Some(build.norm(names[0])?), Some(build.norm(names[1])?)]),
+                    false => Ok([None, None]),
                 }
             };
-            let prefix = format!("{}.{l}.", plan.names.layers);
             layers.push(Layer {
-                attention_norm: norm(weights, &format!("{prefix}{}.weight", plan.names.attention_norm))?,
-                attention: load_attention(weights, a, hidden, &plan.names, &prefix)?,
+                pre: norms(layer.shape.has_pre(), [names.mixer_norm, names.ffn_norm])?,
+                post: norms(layer.shape.has_post(), [names.mixer_post_norm, names.ffn_post_norm])?,
+                mixer: build.mixer(&layer.mixer)?,
                 rope,
-                ffn_norm: norm(weights, &format!("{prefix}{}.weight", plan.names.ffn_norm))?,
-                ffn: load_ffn(weights, layer, l, hidden, &plan.names, &prefix)?,
+                ffn: build.ffn(&layer.ffn, l)?,
+                residual_scale: layer.residual_scale,
+                scalar: if layer.scalar { Some(build.scalar()?) } else { None },
             });
         }
-        let final_norm = norm(weights, plan.names.final_norm)?;
+        build.prefix = root.to_owned();
+        let norm = build.norm(names.final_norm)?;
+        build.prefix = head_root.to_owned();
         let head = if plan.tied_head {
             Linear::new(&embedding, None)?
         } else {
-            Linear::new(&weights.tensor(plan.names.head, &[plan.vocab, hidden])?, None)?
+            build.linear("lm_head", [plan.vocab, hidden], plan.head_bias)?
+        };
+        // Rounded to the weights' dtype, as `transformers` has it.
+        let embedding = match plan.embedding_scale {
+            1.0 => embedding,
+            scale => embedding.broadcast_mul(&Tensor::new(scale as f32, device)?.to_dtype(dtype)?)?,
         };
         let device = device.clone();
         let notes = experts.notes().to_vec();
-        let norm = final_norm;
         Ok(Self { plan, embedding, layers, norm, head, ropes, experts, context, dtype, device, notes })
     }
 
@@ -197,15 +222,24 @@ impl Decoder {
         let mut x = self.embedding.index_select(&ids, 0)?;
         let mut branch: Option<Tensor> = None;
         for (l, layer) in self.layers.iter().enumerate() {
-            let normed;
-            (x, normed) = add_norm(&layer.attention_norm, x, branch.as_ref())?;
-            let a = layer.attention.forward(&normed, kv.layer(l), position, &self.ropes[layer.rope])?;
-            let (sum, normed) = layer.ffn_norm.add_forward(&x, &a)?;
-            x = sum;
-            branch = Some(match &layer.ffn {
-                Ffn::Dense(ffn) => ffn.forward(&normed)?,
-                Ffn::Moe(moe) => moe.forward(&normed, &self.experts)?,
-            });
+            let input;
+            (x, input) = add_norm(layer.pre[0].as_ref(), x, branch.as_ref())?;
+            let rope = layer.rope.map(|r| &self.ropes[r]);
+            let mixed = layer.leave(0, layer.mixer.forward(&input, kv.layer(l), position, rope)?)?;
+            let input;
+            (x, input) = add_norm(layer.pre[1].as_ref(), x, Some(&mixed))?;
+            let given = match &layer.ffn {
+                Ffn::Dense(ffn) => ffn.forward(&input)?,
+                Ffn::Moe(moe) => moe.forward(&input, &x, &self.experts)?,
+            };
+            let given = layer.leave(1, given)?;
+            branch = match layer.scalar {
+                None => Some(given),
+                Some(scalar) => {
+                    x = ((x + given)? * scalar)?;
+                    None
+                }
+            };
         }
         kv.advance(ids.dims1()?);
         let Some(rows) = rows else { return Ok(None) };
@@ -214,67 +248,64 @@ impl Decoder {
             x = last(x)?;
             branch = branch.map(last).transpose()?;
         }
-        let (_, normed) = add_norm(&self.norm, x, branch.as_ref())?;
-        Ok(Some(self.head.forward(&normed)?.to_dtype(DType::F32)?))
+        let (_, normed) = add_norm(Some(&self.norm), x, branch.as_ref())?;
+        let mut logits = self.head.forward(&normed)?.to_dtype(DType::F32)?;
+        if self.plan.logit_scale != 1.0 {
+            logits = (logits * self.plan.logit_scale)?;
+        }
+        if let Some(cap) = self.plan.logit_cap {
+            logits = ((logits / cap)?.tanh()? * cap)?;
+        }
+        Ok(Some(logits))
     }
 }
 
-/// Adds the last block's output to the residual stream, and norms the sum.
-fn add_norm(norm: &RmsNorm, x: Tensor, branch: Option<&Tensor>) -> Result<(Tensor, Tensor)> {
-    Ok(match branch {
-        Some(branch) => norm.add_forward(&x, branch)?,
-        None => {
+impl Layer {
+    /// What a branch adds to the residual stream: the mixer's (0) or the feed-forward part's (1) result under the norm
+    /// and the factor behind it.
+    fn leave(&self, which: usize, mut given: Tensor) -> Result<Tensor> {
+        if let Some(norm) = &self.post[which] {
+            given = norm.forward(&given)?;
+        }
+        if self.residual_scale != 1.0 {
+            given = (given * self.residual_scale)?;
+        }
+        Ok(given)
+    }
+}
+
+impl Mixer {
+    fn forward(
+        &self,
+        x: &Tensor,
+        kv: &LayerKv,
+        position: usize,
+        rope: Option<&RotaryTable>,
+    ) -> Result<Tensor> {
+        Ok(match (self, rope) {
+            (Self::Attention(attention), rope) => attention.forward(x, kv, position, rope)?,
+            (Self::Latent(attention), Some(rope)) => attention.forward(x, kv, position, rope)?,
+            (Self::Latent(_), None) => {
+                let reason = "latent attention without a rotary embedding";
+                return Err(candle_core::Error::msg(reason).into());
+            }
+            (Self::Conv(conv), _) => conv.forward(x, kv, position)?,
+        })
+    }
+}
+
+/// Adds the last block's output to the residual stream, and norms the sum for the next block.
+fn add_norm(norm: Option<&Norm>, x: Tensor, branch: Option<&Tensor>) -> Result<(Tensor, Tensor)> {
+    Ok(match (norm, branch) {
+        (Some(norm), Some(branch)) => norm.add_forward(&x, branch)?,
+        (Some(norm), None) => {
             let normed = norm.forward(&x)?;
             (x, normed)
         }
-    })
-}
-
-fn load_attention(
-    weights: &mut DenseWeights<'_>,
-    plan: &AttentionPlan,
-    hidden: usize,
-    names: &TensorNames,
-    prefix: &str,
-) -> Result<Attention> {
-    let widths = [plan.heads, plan.kv_heads, plan.kv_heads].map(|h| h * plan.head_dim);
-    let parts = |kind: &str| -> Vec<(String, usize)> {
-        names.qkv.iter().zip(widths).map(|(name, rows)| (format!("{prefix}{name}.{kind}"), rows)).collect()
-    };
-    let bias = if plan.qkv_bias { Some(weights.stacked(&parts("bias"), &[])?) } else { None };
-    let qkv = Linear::new(&weights.stacked(&parts("weight"), &[hidden])?, bias)?;
-    let out = format!("{prefix}{}", names.attention_out);
-    let bias = if plan.out_bias { Some(weights.tensor(&format!("{out}.bias"), &[hidden])?) } else { None };
-    let out = Linear::new(&weights.tensor(&format!("{out}.weight"), &[hidden, widths[0]])?, bias)?;
-    let qk_norm = match plan.qk_norm {
-        Some(_) => {
-            let mut weight = |name: &str| weights.tensor(&format!("{prefix}{name}.weight"), &[plan.head_dim]);
-            Some([weight(names.qk_norm[0])?, weight(names.qk_norm[1])?])
+        (None, Some(branch)) => {
+            let sum = (x + branch)?;
+            (sum.clone(), sum)
         }
-        None => None,
-    };
-    Ok(Attention::new(plan, qkv, out, qk_norm)?)
-}
-
-fn load_ffn(
-    weights: &mut DenseWeights<'_>,
-    plan: &LayerPlan,
-    layer: usize,
-    hidden: usize,
-    names: &TensorNames,
-    prefix: &str,
-) -> Result<Ffn> {
-    Ok(match &plan.ffn {
-        FfnPlan::Dense { intermediate } => {
-            let [gate, up, down] = names.dense.map(|name| format!("{prefix}{name}.weight"));
-            let gate_up = weights.stacked(&[(gate, *intermediate), (up, *intermediate)], &[hidden])?;
-            let down = weights.tensor(&down, &[hidden, *intermediate])?;
-            Ffn::Dense(DenseFfn::new(Linear::new(&gate_up, None)?, Linear::new(&down, None)?))
-        }
-        FfnPlan::Moe(moe) => {
-            let weight =
-                weights.tensor(&format!("{prefix}{}.weight", names.router), &[moe.experts, hidden])?;
-            Ffn::Moe(Moe::new(Router::new(Linear::new(&weight, None)?, moe.router, layer), layer))
-        }
+        (None, None) => (x.clone(), x),
     })
 }

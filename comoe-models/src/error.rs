@@ -50,12 +50,14 @@ pub enum Error {
     },
 
     /// A model family that is not implemented.
-    #[error("{}: model_type {model_type:?} is not supported; supported: {}", path.display(), supported.join(", "))]
+    #[error("{}: model_type {model_type:?} {reason}; supported: {}", path.display(), supported.join(", "))]
     UnsupportedFamily {
         /// The configuration file.
         path: PathBuf,
         /// The family asked for.
         model_type: String,
+        /// Why not, as the rest of a sentence.
+        reason: String,
         /// The families that work.
         supported: Vec<String>,
     },

@@ -7,6 +7,7 @@ use half::bf16;
 use safetensors::Dtype;
 use safetensors::tensor::TensorView;
 
+use crate::arch::{AttentionPlan, Mask, Pairing, RopePlan, RopeScaling};
 use crate::chat::Tokenizer;
 
 /// Numbers between -1 and 1 that depend on the seed alone.
@@ -20,6 +21,31 @@ pub(crate) fn random(shape: &[usize], seed: u64) -> Tensor {
         })
         .collect();
     Tensor::from_vec(values, shape, &Device::Cpu).unwrap()
+}
+
+/// A plain rotary embedding of this width.
+pub(crate) fn rope(dim: usize) -> RopePlan {
+    RopePlan { theta: 1e4, dim, pairing: Pairing::Halves, scaling: RopeScaling::None, magnitude: 1.0 }
+}
+
+/// Plain attention.
+pub(crate) fn attention_plan(heads: usize, kv_heads: usize, head_dim: usize) -> AttentionPlan {
+    AttentionPlan {
+        heads,
+        kv_heads,
+        head_dim,
+        qkv_bias: false,
+        out_bias: false,
+        values_are_keys: false,
+        qk_norm: None,
+        v_norm: None,
+        clip: None,
+        rope: Some(rope(head_dim)),
+        mask: Mask::Causal,
+        sinks: false,
+        temperature: None,
+        scale: 1.0,
+    }
 }
 
 /// Same shape, and no element further apart than `within`.

@@ -3,77 +3,146 @@
 use std::path::{Path, PathBuf};
 
 use candle_core::{DType, Device, Tensor};
-use comoe_models::{Decoder, LoadOptions, Rows};
+use comoe_core::{CacheOptions, Capacity, ExpertFormat, Scope};
+use comoe_models::load::ConfigFile;
+use comoe_models::{Decoder, LoadOptions, Rows, arch};
+use serde_json::Value;
 
 /// Weights are BF16, arithmetic is F32 on both sides.
 const TOLERANCE: f32 = 1e-4;
 
-fn fixture(name: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(name)
+/// The folders with golden files, by name.
+fn fixtures() -> Vec<PathBuf> {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures");
+    let entries = std::fs::read_dir(root).unwrap().map(|e| e.unwrap().path());
+    let mut folders: Vec<_> = entries.filter(|p| p.join("golden.safetensors").exists()).collect();
+    folders.sort();
+    folders
+}
+
+fn name(folder: &Path) -> String {
+    folder.file_name().unwrap().to_string_lossy().into_owned()
+}
+
+fn open(folder: &Path, options: &LoadOptions) -> Decoder {
+    Decoder::open(folder, &Device::Cpu, options, &|_| {}).unwrap_or_else(|e| panic!("{}: {e}", name(folder)))
+}
+
+/// Logits of `ids`, this many at a time.
+fn run(decoder: &Decoder, ids: &[u32], step: usize) -> Tensor {
+    let mut kv = decoder.new_kv().unwrap();
+    let parts: Vec<Tensor> =
+        ids.chunks(step).map(|part| decoder.forward(part, &mut kv, Rows::All).unwrap()).collect();
+    Tensor::cat(&parts, 0).unwrap()
+}
+
+fn flat(t: &Tensor) -> Vec<f32> {
+    t.to_dtype(DType::F32).unwrap().flatten_all().unwrap().to_vec1().unwrap()
 }
 
 /// Largest difference of two tensors; NaN counts as infinite.
 fn difference(a: &Tensor, b: &Tensor) -> f32 {
     assert_eq!(a.dims(), b.dims());
-    let flat = |t: &Tensor| t.to_dtype(DType::F32).unwrap().flatten_all().unwrap().to_vec1::<f32>().unwrap();
     let differences = flat(a).into_iter().zip(flat(b)).map(|(a, b)| (a - b).abs());
     differences.fold(0.0, |worst, d| if d.is_nan() { f32::INFINITY } else { worst.max(d) })
 }
 
-/// Token ids `[tokens]` and logits `[tokens, vocab]`.
-fn golden(name: &str) -> (Vec<u32>, Tensor) {
-    let file = fixture(name).join("golden.safetensors");
-    let mut golden = candle_core::safetensors::load(file, &Device::Cpu).unwrap();
-    let ids = golden["ids"].to_dtype(DType::U32).unwrap().to_vec1().unwrap();
-    (ids, golden.remove("logits").unwrap())
+/// The golden tensors, and among them the token ids.
+fn golden(folder: &Path) -> (std::collections::HashMap<String, Tensor>, Vec<u32>) {
+    let tensors = candle_core::safetensors::load(folder.join("golden.safetensors"), &Device::Cpu).unwrap();
+    let ids = tensors["ids"].to_dtype(DType::U32).unwrap().to_vec1().unwrap();
+    (tensors, ids)
 }
 
-fn check(name: &str) {
-    let folder = fixture(name);
-    let (ids, want) = golden(name);
-    let decoder = Decoder::open(&folder, &Device::Cpu, &LoadOptions::default(), &|_| {}).unwrap();
-    // The whole prompt at once, in two parts, and token by token.
-    for step in [ids.len(), 14, 1] {
-        let mut kv = decoder.new_kv().unwrap();
-        let parts: Vec<Tensor> =
-            ids.chunks(step).map(|part| decoder.forward(part, &mut kv, Rows::All).unwrap()).collect();
-        let got = Tensor::cat(&parts, 0).unwrap();
-        let worst = difference(&got, &want);
-        assert!(worst < TOLERANCE, "{name}, {step} tokens at a time: logits differ by {worst}");
+fn json(path: &Path) -> Value {
+    serde_json::from_str(&std::fs::read_to_string(path).unwrap()).unwrap()
+}
+
+#[test]
+fn logits_are_those_of_transformers_however_the_tokens_come() {
+    let folders = fixtures();
+    assert!(folders.len() >= 5, "{folders:?}");
+    for folder in folders {
+        let (golden, ids) = golden(&folder);
+        let decoder = open(&folder, &LoadOptions::default());
+        // The whole prompt at once, in chunks, and token by token.
+        for step in [ids.len(), 14, 5, 1] {
+            let worst = difference(&run(&decoder, &ids, step), &golden["logits"]);
+            println!("{}, {step} tokens at a time: {worst:.1e}", name(&folder));
+            assert!(worst < TOLERANCE, "{}, {step} at a time: logits differ by {worst}", name(&folder));
+        }
     }
 }
 
 #[test]
-fn qwen3_moe() {
-    check("qwen3_moe");
+fn a_flag_in_the_configuration_does_what_it_does_in_transformers() {
+    for folder in fixtures() {
+        let path = folder.join("mutations.json");
+        if !path.exists() {
+            continue;
+        }
+        let (golden, ids) = golden(&folder);
+        for (i, change) in json(&path).as_array().unwrap().iter().enumerate() {
+            let mut config = json(&folder.join("config.json"));
+            for (field, value) in change.as_object().unwrap() {
+                config[field] = value.clone();
+            }
+            let dir = tempfile::tempdir().unwrap();
+            std::fs::write(dir.path().join("config.json"), config.to_string()).unwrap();
+            std::fs::copy(folder.join("model.safetensors"), dir.path().join("model.safetensors")).unwrap();
+            let got = run(&open(dir.path(), &LoadOptions::default()), &ids, ids.len());
+            let last = |t: &Tensor| t.get(ids.len() - 1).unwrap();
+            let worst = difference(&last(&got), &golden[&format!("mutation.{i}")]);
+            assert!(worst < TOLERANCE, "{} with {change}: logits differ by {worst}", name(&folder));
+            let moved = difference(&last(&golden["logits"]), &golden[&format!("mutation.{i}")]);
+            assert!(moved > 100.0 * TOLERANCE, "{} with {change}: it moves logits by {moved}", name(&folder));
+        }
+    }
 }
 
 #[test]
-fn qwen3_moe_with_biases_tied_head_and_unnormalised_weights() {
-    check("qwen3_moe_biased");
+fn bits_do_not_depend_on_the_slots_in_any_format() {
+    for folder in fixtures() {
+        let (_, ids) = golden(&folder);
+        for format in [None, Some(ExpertFormat::Int4 { group: 32 })] {
+            let bits = |capacity| {
+                let cache = CacheOptions { capacity, scope: Scope::Global, ..CacheOptions::default() };
+                let decoder = open(&folder, &LoadOptions { cache, format, ..LoadOptions::default() });
+                let step = |step| flat(&run(&decoder, &ids, step)).into_iter().map(f32::to_bits);
+                step(10).chain(step(1)).collect::<Vec<_>>()
+            };
+            let (_, moe) =
+                plan(&folder.join("config.json")).moe_layers().next().map(|(l, m)| (l, m.clone())).unwrap();
+            assert!(
+                bits(Capacity::Slots(moe.router.top_k)) == bits(Capacity::All),
+                "{}, {format:?}",
+                name(&folder)
+            );
+        }
+    }
 }
 
-/// The golden files are worth something: each of these fields, misread, would be seen.
+fn plan(path: &Path) -> arch::DecoderPlan {
+    arch::plan(&ConfigFile::read(path).unwrap()).unwrap_or_else(|e| panic!("{}: {e}", path.display()))
+}
+
 #[test]
-fn a_wrong_field_shows_in_the_logits() {
-    for (name, field, value) in [
-        ("qwen3_moe", "norm_topk_prob", "false".into()),
-        ("qwen3_moe", "num_experts_per_tok", "2".into()),
-        ("qwen3_moe_biased", "norm_topk_prob", "true".into()),
-        ("qwen3_moe_biased", "rope_parameters", r#"{"rope_theta": 10000.0, "rope_type": "default"}"#.into()),
-        ("qwen3_moe_biased", "attention_bias", "false".into()),
-        ("qwen3_moe", "rms_norm_eps", "0.01".to_owned()),
-    ] {
-        let text = std::fs::read_to_string(fixture(name).join("config.json")).unwrap();
-        let mut config: serde_json::Value = serde_json::from_str(&text).unwrap();
-        config[field] = serde_json::from_str(&value).unwrap();
-        let dir = tempfile::tempdir().unwrap();
-        std::fs::write(dir.path().join("config.json"), config.to_string()).unwrap();
-        std::fs::copy(fixture(name).join("model.safetensors"), dir.path().join("model.safetensors")).unwrap();
-        let decoder = Decoder::open(dir.path(), &Device::Cpu, &LoadOptions::default(), &|_| {}).unwrap();
-        let (ids, want) = golden(name);
-        let got = decoder.forward(&ids, &mut decoder.new_kv().unwrap(), Rows::All).unwrap();
-        let moved = difference(&got, &want);
-        assert!(moved > 100.0 * TOLERANCE, "{name}: {field} = {value} moves the logits by {moved} only");
+fn the_published_spelling_is_the_same_model() {
+    for folder in fixtures() {
+        let hub = folder.join("hub.json");
+        if hub.exists() {
+            assert_eq!(plan(&hub), plan(&folder.join("config.json")), "{}", name(&folder));
+        }
+    }
+}
+
+#[test]
+fn every_family_has_a_golden_model() {
+    let tested: Vec<String> = fixtures()
+        .iter()
+        .map(|f| json(&f.join("config.json"))["model_type"].as_str().unwrap().to_owned())
+        .collect();
+    for family in arch::FAMILIES {
+        assert!(tested.iter().any(|t| family.model_types.contains(&t.as_str())), "{:?}", family.model_types);
     }
 }

@@ -1,21 +1,23 @@
-//! The dense feed-forward part: SwiGLU (Shazeer 2020, arXiv 2002.05202).
+//! The dense feed-forward part: a gated linear unit (Shazeer 2020, arXiv 2002.05202).
 
 use candle_core::{CpuStorage, CustomOp1, D, Layout, Result, Shape, Tensor};
+use comoe_core::Activation;
 
 use super::cpu;
 use super::linear::Linear;
 
-/// `down(silu(gate x) * up x)`.
+/// `down(act(gate x) * up x)`.
 #[derive(Debug, Clone)]
 pub struct DenseFfn {
     gate_up: Linear,
     down: Linear,
+    activation: Activation,
 }
 
 impl DenseFfn {
     /// From the gate's rows above the up projection's, `[2 intermediate, hidden]`, and the down projection.
-    pub fn new(gate_up: Linear, down: Linear) -> Self {
-        Self { gate_up, down }
+    pub fn new(gate_up: Linear, down: Linear, activation: Activation) -> Self {
+        Self { gate_up, down, activation }
     }
 
     /// `x [tokens, hidden]` to the same shape.
@@ -23,17 +25,22 @@ impl DenseFfn {
     /// # Errors
     /// Those of candle.
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        self.down.forward(&swiglu(&self.gate_up.forward(x)?)?)
+        self.down.forward(&gated(self.activation, &self.gate_up.forward(x)?)?)
     }
 }
 
-/// `silu(x[.., ..width]) * x[.., width..]`: `[tokens, 2 width]` to `[tokens, width]`.
-fn swiglu(x: &Tensor) -> Result<Tensor> {
-    if cpu::applies(x) {
+/// `act(x[.., ..width]) * x[.., width..]`: `[tokens, 2 width]` to `[tokens, width]`.
+fn gated(activation: Activation, x: &Tensor) -> Result<Tensor> {
+    if activation == Activation::Silu && cpu::applies(x) {
         return x.apply_op1_no_bwd(&SwiGlu);
     }
     let width = x.dim(D::Minus1)? / 2;
-    x.narrow(D::Minus1, 0, width)?.silu()? * x.narrow(D::Minus1, width, width)?
+    let (gate, up) = (x.narrow(D::Minus1, 0, width)?, x.narrow(D::Minus1, width, width)?);
+    match activation {
+        Activation::Silu => gate.silu()? * up,
+        Activation::GeluTanh => gate.gelu()? * up,
+        other => candle_core::bail!("{other:?} is an activation of routed experts only"),
+    }
 }
 
 struct SwiGlu;
@@ -68,7 +75,7 @@ mod tests {
         for tokens in [1, 5, 600] {
             let x = random(&[tokens, 2 * 96], 1);
             let want = (x.narrow(1, 0, 96).unwrap().silu().unwrap() * x.narrow(1, 96, 96).unwrap()).unwrap();
-            close(&swiglu(&x).unwrap(), &want, 1e-6);
+            close(&gated(Activation::Silu, &x).unwrap(), &want, 1e-6);
         }
     }
 }

@@ -5,8 +5,8 @@ use candle_core::{DType, Device, Tensor};
 use crate::arch::DecoderPlan;
 use crate::error::{Error, Result};
 
-/// Keys and values of one sequence, for every layer `[kv_heads, capacity, head_dim]`; written in place, never
-/// reallocated.
+/// What the layers keep of one sequence's tokens: keys and values, `[kv_heads, capacity, width]` each; written in
+/// place, never reallocated. Layers without keys and values keep what they need in their place.
 #[derive(Debug)]
 pub struct KvCache {
     layers: Vec<LayerKv>,
@@ -18,7 +18,8 @@ pub struct KvCache {
 #[derive(Debug)]
 pub struct LayerKv {
     k: Tensor,
-    v: Tensor,
+    /// `None` where values are part of the keys.
+    v: Option<Tensor>,
 }
 
 impl KvCache {
@@ -28,8 +29,9 @@ impl KvCache {
     /// When the device has no memory for it.
     pub fn new(plan: &DecoderPlan, capacity: usize, dtype: DType, device: &Device) -> Result<Self> {
         let layers = plan.layers.iter().map(|l| {
-            let shape = (l.attention.kv_heads, capacity, l.attention.head_dim);
-            Ok(LayerKv { k: Tensor::zeros(shape, dtype, device)?, v: Tensor::zeros(shape, dtype, device)? })
+            let (heads, key, value) = l.mixer.cached();
+            let zeros = |width: usize| Tensor::zeros((heads, capacity, width), dtype, device);
+            Ok(LayerKv { k: zeros(key)?, v: if value > 0 { Some(zeros(value)?) } else { None } })
         });
         Ok(Self { layers: layers.collect::<Result<_>>()?, len: 0, capacity })
     }
@@ -79,9 +81,18 @@ impl LayerKv {
     /// # Errors
     /// Those of candle.
     pub fn append(&self, position: usize, k: &Tensor, v: &Tensor) -> candle_core::Result<(Tensor, Tensor)> {
-        let tokens = k.dim(1)?;
+        let keys = self.append_key(position, k)?;
+        let Some(values) = &self.v else { candle_core::bail!("this layer keeps no values") };
+        values.slice_set(v, 1, position)?;
+        Ok((keys, values.narrow(1, 0, position + v.dim(1)?)?))
+    }
+
+    /// The same for a layer that keeps one thing of each token, `[heads, tokens, width]`.
+    ///
+    /// # Errors
+    /// Those of candle.
+    pub fn append_key(&self, position: usize, k: &Tensor) -> candle_core::Result<Tensor> {
         self.k.slice_set(k, 1, position)?;
-        self.v.slice_set(v, 1, position)?;
-        Ok((self.k.narrow(1, 0, position + tokens)?, self.v.narrow(1, 0, position + tokens)?))
+        self.k.narrow(1, 0, position + k.dim(1)?)
     }
 }

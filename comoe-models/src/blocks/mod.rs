@@ -4,10 +4,14 @@
 //! where decode would otherwise spend its time between many small candle operations, and candle operations for
 //! everything else. Tests compare the two.
 
+mod attend;
 pub mod attention;
+pub mod conv;
 mod cpu;
 pub mod ffn;
+mod heads;
 pub mod kv_cache;
+pub mod latent;
 pub mod linear;
 pub mod moe;
 pub mod norm;

@@ -3,28 +3,74 @@
 use candle_core::Tensor;
 use comoe_core::ExpertCache;
 
+use super::ffn::DenseFfn;
+use super::linear::Linear;
+use super::norm::Norm;
 use super::router::Router;
 use crate::error::Result;
 
-/// A router before the experts of one layer.
+/// A router before the experts of one layer, and what every token gets besides.
 #[derive(Debug, Clone)]
 pub struct Moe {
     router: Router,
     layer: usize,
+    shared: Shared,
+}
+
+/// What is added to the routed experts' sum.
+#[derive(Debug, Clone)]
+pub enum Shared {
+    /// Nothing.
+    None,
+    /// An expert that every token uses.
+    Mlp(DenseFfn),
+    /// The same, times the sigmoid of a projection `[1, hidden]`.
+    Gated(DenseFfn, Linear),
+    /// A dense part on the same input under a norm of its own after it; the experts take the residual stream under
+    /// one norm and give through another (boxed: it is four times as large as the others).
+    Parallel(Box<Parallel>),
+}
+
+/// A dense part beside the experts (Gemma 4).
+#[derive(Debug, Clone)]
+pub struct Parallel {
+    /// The dense part.
+    pub ffn: DenseFfn,
+    /// On what it gives.
+    pub post: Norm,
+    /// Before the experts.
+    pub experts_pre: Norm,
+    /// On what they give.
+    pub experts_post: Norm,
 }
 
 impl Moe {
     /// The model's layer `layer`.
-    pub fn new(router: Router, layer: usize) -> Self {
-        Self { router, layer }
+    pub fn new(router: Router, layer: usize, shared: Shared) -> Self {
+        Self { router, layer, shared }
     }
 
-    /// `x [tokens, hidden]` to the same shape.
+    /// `x [tokens, hidden]`, the normed `residual` stream, to the same shape.
     ///
     /// # Errors
     /// Those of the router and of the cache.
-    pub fn forward(&self, x: &Tensor, experts: &ExpertCache) -> Result<Tensor> {
-        let (ids, weights) = self.router.forward(x)?;
-        Ok(experts.layer(self.layer).forward(x, &ids, &weights)?)
+    pub fn forward(&self, x: &Tensor, residual: &Tensor, experts: &ExpertCache) -> Result<Tensor> {
+        let routed = |router_input: &Tensor, x: &Tensor| -> Result<Tensor> {
+            let (ids, weights) = self.router.forward(router_input)?;
+            Ok(experts.layer(self.layer).forward(x, &ids, &weights)?)
+        };
+        Ok(match &self.shared {
+            Shared::None => routed(x, x)?,
+            Shared::Mlp(ffn) => (routed(x, x)? + ffn.forward(x)?)?,
+            Shared::Gated(ffn, gate) => {
+                let gate = candle_nn::ops::sigmoid(&gate.forward(x)?)?;
+                (routed(x, x)? + ffn.forward(x)?.broadcast_mul(&gate)?)?
+            }
+            Shared::Parallel(p) => {
+                let dense = p.post.forward(&p.ffn.forward(x)?)?;
+                let routed = routed(residual, &p.experts_pre.forward(residual)?)?;
+                (dense + p.experts_post.forward(&routed)?)?
+            }
+        })
     }
 }

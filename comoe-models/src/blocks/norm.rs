@@ -1,8 +1,54 @@
-//! RMS norm (Zhang, Sennrich 2019, arXiv 1910.07467), alone and fused with the residual addition before it.
+//! Norms over the residual stream, alone and fused with the residual addition before them: RMS norm (Zhang, Sennrich
+//! 2019, arXiv 1910.07467) and layer norm (Ba et al. 2016, arXiv 1607.06450).
 
 use candle_core::{CpuStorage, CustomOp2, CustomOp3, Layout, Result, Shape, Tensor};
 
 use super::cpu;
+
+/// A norm over the last dimension.
+#[derive(Debug, Clone)]
+pub enum Norm {
+    /// RMS norm.
+    Rms(RmsNorm),
+    /// Layer norm with weight and bias, `[width]` each.
+    Layer {
+        /// Factor.
+        weight: Tensor,
+        /// Summand.
+        bias: Tensor,
+        /// Added to the variance.
+        eps: f32,
+    },
+}
+
+impl Norm {
+    /// `x [tokens, width]` to the same shape.
+    ///
+    /// # Errors
+    /// Those of candle.
+    pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        match self {
+            Self::Rms(norm) => norm.forward(x),
+            Self::Layer { weight, bias, eps } => {
+                candle_nn::ops::layer_norm(&x.contiguous()?, weight, bias, *eps)
+            }
+        }
+    }
+
+    /// Adds a block's output to the residual stream and norms the sum: `(x + delta, norm(x + delta))`, each
+    /// `[tokens, width]`.
+    ///
+    /// # Errors
+    /// Those of candle.
+    pub fn add_forward(&self, x: &Tensor, delta: &Tensor) -> Result<(Tensor, Tensor)> {
+        if let Self::Rms(norm) = self {
+            return norm.add_forward(x, delta);
+        }
+        let sum = (x + delta)?;
+        let normed = self.forward(&sum)?;
+        Ok((sum, normed))
+    }
+}
 
 /// `weight * x / sqrt(mean(x²) + eps)` over the last dimension.
 #[derive(Debug, Clone)]
@@ -17,13 +63,21 @@ impl RmsNorm {
         Self { weight, eps: eps as f32 }
     }
 
+    /// Width of what it norms.
+    ///
+    /// # Errors
+    /// When the weight is no vector.
+    pub fn width(&self) -> Result<usize> {
+        self.weight.dims1()
+    }
+
     /// `x [tokens, width]` to the same shape.
     ///
     /// # Errors
     /// Those of candle.
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
         if cpu::applies(x) {
-            return x.apply_op2_no_bwd(&self.weight, &Norm { eps: self.eps });
+            return x.apply_op2_no_bwd(&self.weight, &NormOp { eps: self.eps });
         }
         candle_nn::ops::rms_norm(&x.contiguous()?, &self.weight, self.eps)
     }
@@ -35,7 +89,7 @@ impl RmsNorm {
     /// Those of candle.
     pub fn add_forward(&self, x: &Tensor, delta: &Tensor) -> Result<(Tensor, Tensor)> {
         if cpu::applies(x) {
-            let both = x.apply_op3_no_bwd(delta, &self.weight, &AddNorm { eps: self.eps })?;
+            let both = x.apply_op3_no_bwd(delta, &self.weight, &AddNormOp { eps: self.eps })?;
             return Ok((both.get(0)?, both.get(1)?));
         }
         let sum = (x + delta)?;
@@ -54,11 +108,11 @@ pub(super) fn norm_row(row: &[f32], weight: &[f32], eps: f32, out: &mut [f32]) {
     }
 }
 
-struct Norm {
+struct NormOp {
     eps: f32,
 }
 
-impl CustomOp2 for Norm {
+impl CustomOp2 for NormOp {
     fn name(&self) -> &'static str {
         "rms-norm"
     }
@@ -80,11 +134,11 @@ impl CustomOp2 for Norm {
     }
 }
 
-struct AddNorm {
+struct AddNormOp {
     eps: f32,
 }
 
-impl CustomOp3 for AddNorm {
+impl CustomOp3 for AddNormOp {
     fn name(&self) -> &'static str {
         "add-rms-norm"
     }

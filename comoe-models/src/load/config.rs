@@ -14,6 +14,8 @@ const SPELLINGS: &[(&str, &[&str])] = &[
     ("rope_theta", &["rope_theta", "rope_parameters.rope_theta"]),
     ("rope_type", &["rope_parameters.rope_type", "rope_scaling.rope_type", "rope_scaling.type"]),
     ("dtype", &["dtype", "torch_dtype"]),
+    ("rms_norm_eps", &["rms_norm_eps", "norm_eps"]),
+    ("tie_word_embeddings", &["tie_word_embeddings", "tie_embedding"]),
 ];
 
 /// A parsed `config.json` (or `generation_config.json`) that remembers where it came from.
@@ -58,6 +60,14 @@ impl ConfigFile {
         }
     }
 
+    /// The part that describes the language model: the whole, or `text_config` of a model of more modalities.
+    pub fn language_model(&self) -> Self {
+        match self.root.get("text_config") {
+            Some(Value::Object(text)) => Self { path: self.path.clone(), root: text.clone() },
+            _ => self.clone(),
+        }
+    }
+
     /// The file.
     pub fn path(&self) -> &Path {
         &self.path
@@ -68,7 +78,15 @@ impl ConfigFile {
     /// # Errors
     /// [`Error::BadField`] when the value has another type.
     pub fn get<T: DeserializeOwned>(&self, field: &str) -> Result<Option<T>> {
-        let found = spellings(field).iter().find_map(|s| Some((*s, self.lookup(s)?)));
+        self.first(&spellings(field))
+    }
+
+    /// The first of these spellings that is there; a dot enters an object, `null` counts as absent.
+    ///
+    /// # Errors
+    /// [`Error::BadField`] when the value has another type.
+    pub fn first<T: DeserializeOwned>(&self, spellings: &[&str]) -> Result<Option<T>> {
+        let found = spellings.iter().find_map(|s| Some((*s, self.lookup(s)?)));
         let Some((spelling, value)) = found else { return Ok(None) };
         serde_json::from_value(value.clone())
             .map(Some)

@@ -45,13 +45,26 @@ impl<'a> DenseWeights<'a> {
         self.checkpoint.contains(name)
     }
 
+    /// What tensors are loaded as, unless another dtype is asked for.
+    pub fn dtype(&self) -> DType {
+        self.dtype
+    }
+
     /// The tensor `name`, which must have this shape.
     ///
     /// # Errors
     /// [`Error::ExpertAsDense`] for an expert's tensor; [`Error::Core`] when it is missing, of another shape, or no
     /// floating-point tensor.
     pub fn tensor(&mut self, name: &str, shape: &[usize]) -> Result<Tensor> {
-        self.stacked(&[(name.to_owned(), shape[0])], &shape[1..])
+        self.tensor_as(name, shape, self.dtype)
+    }
+
+    /// The same, in another dtype than the model's.
+    ///
+    /// # Errors
+    /// As [`Self::tensor`].
+    pub fn tensor_as(&mut self, name: &str, shape: &[usize], dtype: DType) -> Result<Tensor> {
+        self.stacked_as(&[(name.to_owned(), shape[0])], &shape[1..], dtype)
     }
 
     /// Tensors with equal trailing dimensions, one above the other as one tensor: `(name, rows)` each.
@@ -59,6 +72,10 @@ impl<'a> DenseWeights<'a> {
     /// # Errors
     /// As [`Self::tensor`].
     pub fn stacked(&mut self, parts: &[(String, usize)], trailing: &[usize]) -> Result<Tensor> {
+        self.stacked_as(parts, trailing, self.dtype)
+    }
+
+    fn stacked_as(&mut self, parts: &[(String, usize)], trailing: &[usize], dtype: DType) -> Result<Tensor> {
         let views = parts
             .iter()
             .map(|(name, rows)| Ok((name.as_str(), self.view(name, *rows, trailing)?)))
@@ -68,12 +85,12 @@ impl<'a> DenseWeights<'a> {
         let bytes: usize = views.iter().map(|(_, v)| v.bytes.len()).sum();
 
         let stored = candle_dtype(views[0].1.dtype);
-        let tensor = if stored == Some(self.dtype) && views.iter().all(|(_, v)| v.dtype == views[0].1.dtype) {
+        let tensor = if stored == Some(dtype) && views.iter().all(|(_, v)| v.dtype == views[0].1.dtype) {
             match views.as_slice() {
-                [(_, one)] => Tensor::from_raw_buffer(one.bytes, self.dtype, &shape, self.device)?,
+                [(_, one)] => Tensor::from_raw_buffer(one.bytes, dtype, &shape, self.device)?,
                 many => {
                     let joined: Vec<&[u8]> = many.iter().map(|(_, v)| v.bytes).collect();
-                    Tensor::from_raw_buffer(&joined.concat(), self.dtype, &shape, self.device)?
+                    Tensor::from_raw_buffer(&joined.concat(), dtype, &shape, self.device)?
                 }
             }
         } else {
@@ -81,7 +98,7 @@ impl<'a> DenseWeights<'a> {
             for (name, view) in &views {
                 widen(name, view, &mut values)?;
             }
-            Tensor::from_vec(values, shape, &Device::Cpu)?.to_dtype(self.dtype)?.to_device(self.device)?
+            Tensor::from_vec(values, shape, &Device::Cpu)?.to_dtype(dtype)?.to_device(self.device)?
         };
         self.done += bytes as u64;
         (self.progress)(Progress::Dense { done: self.done, total: self.total });

@@ -2,10 +2,12 @@
 
 mod config;
 mod dense;
+mod layers;
 mod open;
 
 pub use config::ConfigFile;
 pub use dense::DenseWeights;
+pub(crate) use layers::Builder;
 pub(crate) use open::open_decoder;
 pub use open::{DEFAULT_CONTEXT, LoadOptions};
 

@@ -70,7 +70,10 @@ pub(crate) fn open_decoder(
     let context = options.context.unwrap_or(plan.max_positions.min(DEFAULT_CONTEXT));
     plan.check_context(context)?;
     let checkpoint = Arc::new(Checkpoint::open(&[folder])?);
-    let naming = Naming::auto().with_layers(plan.layers.len());
+    let mut naming = Naming::auto().with_layers(plan.layers.len());
+    if let Some(layout) = plan.stacked_experts {
+        naming = naming.with_stacked_layout(layout);
+    }
     let store = expert_store(&plan, &checkpoint, &naming, options, progress)?;
     let mut notes = store.notes().to_vec();
     let top_k = plan.moe_layers().map(|(_, moe)| moe.router.top_k).max().unwrap_or(0);
@@ -103,7 +106,7 @@ fn expert_store(
             });
         };
         let experts = store.directory().layers()[ordinal].experts;
-        let found = MoePlan { experts, router: moe.router, expert: *store.spec(ordinal) };
+        let found = MoePlan { experts, expert: *store.spec(ordinal), ..*moe };
         if found.experts != moe.experts || found.expert != moe.expert {
             let (config, checkpoint) = (moe.describe(), found.describe());
             return Err(Error::ExpertMismatch { layer, config, checkpoint });
