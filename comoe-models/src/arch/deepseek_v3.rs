@@ -20,7 +20,7 @@ fn plan(c: &ConfigFile) -> Result<DecoderPlan> {
     let defaults = Defaults::default();
     let o = Outline::read(c, &defaults)?;
     let moe = sigmoid_moe(&o, true)?;
-    let layers = dense_first(&o, interleaved_latent(&o, &defaults)?, moe)?;
+    let layers = dense_first(&o, interleaved_latent(&o, &defaults)?, moe, 3)?;
     o.decoder(layers, TensorNames::LLAMA, &defaults)
 }
 
@@ -51,8 +51,13 @@ pub(super) fn sigmoid_moe(o: &Outline<'_>, normalise: bool) -> Result<MoePlan> {
 }
 
 /// The first `first_k_dense_replace` layers dense, the others with experts.
-pub(super) fn dense_first(o: &Outline<'_>, mixer: MixerPlan, moe: MoePlan) -> Result<Vec<LayerPlan>> {
-    let dense: usize = o.c.or("first_k_dense_replace", 0)?;
+pub(super) fn dense_first(
+    o: &Outline<'_>,
+    mixer: MixerPlan,
+    moe: MoePlan,
+    default: usize,
+) -> Result<Vec<LayerPlan>> {
+    let dense: usize = o.c.or("first_k_dense_replace", default)?;
     let layer = |l: usize| -> Result<LayerPlan> {
         let ffn = if l < dense { o.dense()? } else { FfnPlan::Moe(moe.clone()) };
         Ok(LayerPlan::pre_norm(mixer.clone(), ffn))

@@ -2,12 +2,21 @@
 
 mod deepseek_v2;
 mod deepseek_v3;
+mod dots1;
+mod ernie4_5_moe;
+mod flex_olmo;
+mod glm4_moe;
 mod glm4_moe_lite;
 mod gpt_oss;
+mod granitemoe;
+mod hunyuan_v1_moe;
+mod lfm2_moe;
+mod minimax_m2;
 mod mixtral;
 mod names;
 mod olmoe;
 mod outline;
+mod phimoe;
 mod plan;
 mod qwen2_moe;
 mod qwen3_moe;
@@ -34,10 +43,19 @@ pub struct Family {
 pub const FAMILIES: &[Family] = &[
     deepseek_v2::FAMILY,
     deepseek_v3::FAMILY,
+    dots1::FAMILY,
+    ernie4_5_moe::FAMILY,
+    flex_olmo::FAMILY,
+    glm4_moe::FAMILY,
     glm4_moe_lite::FAMILY,
     gpt_oss::FAMILY,
+    granitemoe::FAMILY,
+    hunyuan_v1_moe::FAMILY,
+    lfm2_moe::FAMILY,
+    minimax_m2::FAMILY,
     mixtral::FAMILY,
     olmoe::FAMILY,
+    phimoe::FAMILY,
     qwen2_moe::FAMILY,
     qwen3_moe::FAMILY,
 ];
@@ -83,7 +101,7 @@ fn sparse_steps(c: &ConfigFile, layers: usize) -> Result<Vec<bool>> {
 }
 
 /// Each layer's mask by `layer_types` and `sliding_window`; without the list, `sliding` tells.
-fn sliding_layers(c: &ConfigFile, layers: usize, sliding: fn(usize) -> bool) -> Result<Vec<Mask>> {
+fn sliding_layers(c: &ConfigFile, layers: usize, sliding: impl Fn(usize) -> bool) -> Result<Vec<Mask>> {
     let kinds: Option<Vec<String>> = c.get("layer_types")?;
     if let Some(kinds) = kinds.as_ref().filter(|k| k.len() != layers) {
         return Err(c.bad("layer_types", format!("has {} entries for {layers} layers", kinds.len())));

@@ -28,12 +28,14 @@ pub(super) struct Outline<'a> {
 pub(super) struct Defaults {
     pub(super) eps: f64,
     pub(super) theta: f64,
+    /// How much of a head rotates.
+    pub(super) partial: f64,
     pub(super) tied: bool,
 }
 
 impl Default for Defaults {
     fn default() -> Self {
-        Self { eps: 1e-6, theta: 10_000.0, tied: false }
+        Self { eps: 1e-6, theta: 10_000.0, partial: 1.0, tied: false }
     }
 }
 
@@ -95,7 +97,7 @@ impl<'a> Outline<'a> {
 
     /// The rotary embedding of a head of this width.
     pub(super) fn rope(&self, width: usize, pairing: Pairing, defaults: &Defaults) -> Result<RopePlan> {
-        rope(self.c, &["rope_parameters", "rope_scaling"], width, pairing, defaults.theta)
+        rope(self.c, &["rope_parameters", "rope_scaling"], width, pairing, defaults)
     }
 
     /// Experts with this intermediate size behind this router.

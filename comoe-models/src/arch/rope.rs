@@ -1,6 +1,7 @@
 //! Reads the rotary embedding as the hub spells it (`rope_theta` beside `rope_scaling`) and as transformers 5 does
 //! (`rope_parameters`). Formulas' defaults are those of its `modeling_rope_utils.py`.
 
+use super::outline::Defaults;
 use super::plan::{Pairing, RopePlan, RopeScaling};
 use crate::error::Result;
 use crate::load::ConfigFile;
@@ -11,11 +12,15 @@ pub(super) fn rope(
     objects: &[&str],
     width: usize,
     pairing: Pairing,
-    default_theta: f64,
+    defaults: &Defaults,
 ) -> Result<RopePlan> {
     let r = Fields { c, objects };
-    let partial = r.number("partial_rotary_factor")?.unwrap_or(1.0);
-    let mut theta = r.number("rope_theta")?.unwrap_or(default_theta);
+    let partial = match (r.number("partial_rotary_factor")?, c.get::<f64>("rotary_dim")?) {
+        (Some(partial), _) => partial,
+        (None, Some(dim)) => dim / width as f64,
+        (None, None) => defaults.partial,
+    };
+    let mut theta = r.number("rope_theta")?.unwrap_or(defaults.theta);
     let kind: String = match r.get("rope_type")? {
         Some(kind) => kind,
         None => r.get("type")?.unwrap_or_else(|| "default".to_owned()),

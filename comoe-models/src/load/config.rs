@@ -14,6 +14,7 @@ const SPELLINGS: &[(&str, &[&str])] = &[
     ("rope_theta", &["rope_theta", "rope_parameters.rope_theta"]),
     ("rope_type", &["rope_parameters.rope_type", "rope_scaling.rope_type", "rope_scaling.type"]),
     ("dtype", &["dtype", "torch_dtype"]),
+    ("head_dim", &["head_dim", "attention_head_dim"]),
     ("rms_norm_eps", &["rms_norm_eps", "norm_eps"]),
     ("tie_word_embeddings", &["tie_word_embeddings", "tie_embedding"]),
 ];

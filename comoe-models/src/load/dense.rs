@@ -45,6 +45,11 @@ impl<'a> DenseWeights<'a> {
         self.checkpoint.contains(name)
     }
 
+    /// Whether the checkpoint holds `name` in this shape.
+    pub fn has_shape(&self, name: &str, shape: &[usize]) -> bool {
+        self.checkpoint.tensor(name).is_ok_and(|view| view.shape == shape)
+    }
+
     /// What tensors are loaded as, unless another dtype is asked for.
     pub fn dtype(&self) -> DType {
         self.dtype

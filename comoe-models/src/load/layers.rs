@@ -33,11 +33,12 @@ impl Builder<'_, '_> {
         self.weights.tensor(&format!("{}{name}", self.prefix), shape)
     }
 
-    /// The same in F32 on the host.
+    /// A vector in F32 on the host; it may be stored as a matrix of one row.
     fn numbers(&mut self, name: &str, count: usize) -> Result<Vec<f32>> {
         let name = format!("{}{name}", self.prefix);
-        let tensor = self.weights.tensor_as(&name, &[count], DType::F32)?;
-        let numbers = tensor.to_device(&Device::Cpu)?.to_vec1::<f32>()?;
+        let shape: &[usize] = if self.weights.has_shape(&name, &[1, count]) { &[1, count] } else { &[count] };
+        let tensor = self.weights.tensor_as(&name, shape, DType::F32)?;
+        let numbers = tensor.to_device(&Device::Cpu)?.flatten_all()?.to_vec1::<f32>()?;
         match numbers.iter().find(|n| !n.is_finite()) {
             Some(bad) => {
                 let reason = format!("holds {bad}: the checkpoint is damaged; fetch it again");
