@@ -34,6 +34,7 @@ pub struct Decoder {
     plan: DecoderPlan,
     /// `[vocab, hidden]`
     embedding: Tensor,
+    embedding_scale: f64,
     layers: Vec<Layer>,
     norm: Norm,
     head: Linear,
@@ -137,14 +138,26 @@ impl Decoder {
         } else {
             build.linear("lm_head", [plan.vocab, hidden], plan.head_bias)?
         };
-        // Rounded to the weights' dtype, as `transformers` has it.
-        let embedding = match plan.embedding_scale {
-            1.0 => embedding,
-            scale => embedding.broadcast_mul(&Tensor::new(scale as f32, device)?.to_dtype(dtype)?)?,
-        };
+        // Rounded to the model's dtype, as `transformers` has it.
+        let embedding_scale =
+            Tensor::new(plan.embedding_scale as f32, &Device::Cpu)?.to_dtype(dtype)?.to_dtype(DType::F32)?;
+        let embedding_scale = f64::from(embedding_scale.to_scalar::<f32>()?);
         let device = device.clone();
         let notes = experts.notes().to_vec();
-        Ok(Self { plan, embedding, layers, norm, head, ropes, experts, context, dtype, device, notes })
+        Ok(Self {
+            plan,
+            embedding,
+            embedding_scale,
+            layers,
+            norm,
+            head,
+            ropes,
+            experts,
+            context,
+            dtype,
+            device,
+            notes,
+        })
     }
 
     pub(crate) fn with_notes(mut self, notes: Vec<String>) -> Self {
@@ -220,6 +233,9 @@ impl Decoder {
         let position = kv.len();
         let ids = Tensor::new(ids, &self.device)?;
         let mut x = self.embedding.index_select(&ids, 0)?;
+        if self.embedding_scale != 1.0 {
+            x = (x * self.embedding_scale)?;
+        }
         let mut branch: Option<Tensor> = None;
         for (l, layer) in self.layers.iter().enumerate() {
             let input;

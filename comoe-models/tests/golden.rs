@@ -122,6 +122,33 @@ fn plan(path: &Path) -> arch::DecoderPlan {
     arch::plan(&ConfigFile::read(path).unwrap()).unwrap_or_else(|e| panic!("{}: {e}", path.display()))
 }
 
+/// Models of more modalities keep the language model under a longer name, beside tensors that are not for us.
+#[test]
+fn a_language_model_within_a_larger_one_is_the_same() {
+    for folder in fixtures().into_iter().filter(|f| f.join("hub.json").exists()) {
+        let (golden, ids) = golden(&folder);
+        let tensors = candle_core::safetensors::load(folder.join("model.safetensors"), &Device::Cpu).unwrap();
+        for (root, head) in [("language_model.model.", "language_model."), ("model.language_model.", "")] {
+            let rename = |name: &String| match name.strip_prefix("model.") {
+                Some(rest) => format!("{root}{rest}"),
+                None => format!("{head}{name}"),
+            };
+            let mut renamed: std::collections::HashMap<_, _> =
+                tensors.iter().map(|(name, t)| (rename(name), t.clone())).collect();
+            let picture = Tensor::zeros((2, 2), DType::BF16, &Device::Cpu).unwrap();
+            renamed.insert("vision_tower.layers.0.mlp.up_proj.weight".to_owned(), picture);
+            let dir = tempfile::tempdir().unwrap();
+            candle_core::safetensors::save(&renamed, dir.path().join("model.safetensors")).unwrap();
+            let language = json(&folder.join("config.json"));
+            let config = serde_json::json!({"model_type": "picture", "text_config": language});
+            std::fs::write(dir.path().join("config.json"), config.to_string()).unwrap();
+            let got = run(&open(dir.path(), &LoadOptions::default()), &ids, ids.len());
+            let worst = difference(&got, &golden["logits"]);
+            assert!(worst < TOLERANCE, "{} under {root}: logits differ by {worst}", name(&folder));
+        }
+    }
+}
+
 #[test]
 fn the_published_spelling_is_the_same_model() {
     for folder in fixtures() {

@@ -5,12 +5,14 @@ mod deepseek_v3;
 mod dots1;
 mod ernie4_5_moe;
 mod flex_olmo;
+mod gemma4;
 mod glm4_moe;
 mod glm4_moe_lite;
 mod gpt_oss;
 mod granitemoe;
 mod hunyuan_v1_moe;
 mod lfm2_moe;
+mod llama4;
 mod minimax_m2;
 mod mixtral;
 mod names;
@@ -46,12 +48,14 @@ pub const FAMILIES: &[Family] = &[
     dots1::FAMILY,
     ernie4_5_moe::FAMILY,
     flex_olmo::FAMILY,
+    gemma4::FAMILY,
     glm4_moe::FAMILY,
     glm4_moe_lite::FAMILY,
     gpt_oss::FAMILY,
     granitemoe::FAMILY,
     hunyuan_v1_moe::FAMILY,
     lfm2_moe::FAMILY,
+    llama4::FAMILY,
     minimax_m2::FAMILY,
     mixtral::FAMILY,
     olmoe::FAMILY,

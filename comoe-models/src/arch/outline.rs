@@ -173,7 +173,8 @@ impl<'a> Outline<'a> {
         Ok(plan)
     }
 
-    fn no_experts(&self, reason: &str) -> Error {
+    /// A model without routed experts, and how that was seen.
+    pub(super) fn no_experts(&self, reason: &str) -> Error {
         Error::NoExperts { path: self.c.path().to_owned(), reason: reason.to_owned() }
     }
 }

@@ -351,8 +351,13 @@ pub enum RopeScaling {
         /// In tokens.
         original: usize,
     },
-    /// Only the first so many pairs rotate, at wavelengths of the whole width (Gemma 4).
-    Proportional(usize),
+    /// Only the first pairs rotate, at wavelengths of the whole width (Gemma 4).
+    Proportional {
+        /// Pairs that rotate.
+        pairs: usize,
+        /// By how much wavelengths grow.
+        factor: f64,
+    },
 }
 
 /// The feed-forward part of a layer.

@@ -93,7 +93,7 @@ pub(super) fn rope(
         }
         "proportional" => {
             dim = width;
-            RopeScaling::Proportional(partial_dim / 2)
+            RopeScaling::Proportional { pairs: partial_dim / 2, factor: r.number("factor")?.unwrap_or(1.0) }
         }
         other => {
             let known = "default, linear, yarn, llama3, longrope, proportional, and dynamic with alpha";

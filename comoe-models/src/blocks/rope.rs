@@ -150,8 +150,8 @@ fn frequencies(plan: &RopePlan, context: usize) -> (Vec<f32>, f32) {
             };
             factors.iter().enumerate().map(|(i, factor)| plain(i) / factor).collect()
         }
-        &RopeScaling::Proportional(pairs) => {
-            (0..half).map(|i| if i < pairs { plain(i) } else { 0.0 }).collect()
+        &RopeScaling::Proportional { pairs, factor } => {
+            (0..half).map(|i| if i < pairs { plain(i) / factor } else { 0.0 }).collect()
         }
     };
     (frequency.into_iter().map(|f| f as f32).collect(), magnitude as f32)
