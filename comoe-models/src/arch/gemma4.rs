@@ -84,7 +84,7 @@ fn plan(c: &ConfigFile) -> Result<DecoderPlan> {
             scalar: true,
         })
     };
-    let masks = sliding_layers(c, o.layers, |l| (l + 1) % 6 != 0)?;
+    let masks = sliding_layers(c, o.layers, |l| !(l + 1).is_multiple_of(6))?;
     let layers = masks.into_iter().enumerate().map(layer).collect::<Result<_>>()?;
     let names =
         TensorNames { ffn_norm: "pre_feedforward_layernorm", router: "router.proj", ..TensorNames::LLAMA };

@@ -54,7 +54,7 @@ fn plan(c: &ConfigFile) -> Result<DecoderPlan> {
     let layer = |l: usize| -> Result<LayerPlan> {
         let mut attention = plain.clone();
         // The field's name says the opposite: 1 is with RoPE.
-        if rotated.get(l).map_or(interval == 0 || (l + 1) % interval != 0, |on| *on != 0) {
+        if rotated.get(l).map_or(!(l + 1).is_multiple_of(interval), |on| *on != 0) {
             (attention.rope, attention.qk_norm) = (Some(rope.clone()), qk_norm);
         } else {
             (attention.rope, attention.temperature) = (None, temperature);

@@ -68,3 +68,42 @@ fn what_is_not_supported_is_refused_by_name() {
     let e = with("model_type", "llama".into()).unwrap_err().to_string();
     assert!(e.contains("llama") && e.contains("qwen3_moe"), "{e}");
 }
+
+/// What a family's release says, and where that ends up. Everything else is compared with transformers' own spelling in
+/// `tests/golden.rs`.
+#[test]
+fn yarn_scales_the_softmax_twice() {
+    // DeepSeek-V3, with its published rope_scaling.
+    let v3 = r#"{"model_type": "deepseek_v3", "vocab_size": 129280, "hidden_size": 7168, "intermediate_size": 18432,
+        "moe_intermediate_size": 2048, "num_hidden_layers": 61, "num_attention_heads": 128,
+        "num_key_value_heads": 128, "n_shared_experts": 1, "n_routed_experts": 256, "routed_scaling_factor": 2.5,
+        "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_rope_head_dim": 64, "v_head_dim": 128, "qk_nope_head_dim": 128,
+        "n_group": 8, "topk_group": 4, "topk_method": "noaux_tc", "scoring_func": "sigmoid",
+        "num_experts_per_tok": 8, "first_k_dense_replace": 3, "norm_topk_prob": true, "rms_norm_eps": 1e-06,
+        "max_position_embeddings": 163840, "rope_theta": 10000, "rope_scaling": {"beta_fast": 32, "beta_slow": 1,
+        "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0, "original_max_position_embeddings": 4096,
+        "type": "yarn"}}"#;
+    let p = read(v3).unwrap();
+    assert_eq!((p.moe_layers().count(), p.moe_layers().next().unwrap().0), (58, 3));
+    let MixerPlan::Latent(a) = &p.layers[0].mixer else { panic!("latent attention") };
+    let growth: f64 = 0.1 * 40f64.ln() + 1.0;
+    assert!((a.scale - growth * growth / 192f64.sqrt()).abs() < 1e-12);
+    assert_eq!(a.rope.magnitude, 1.0);
+    // Per token 512 + 64 numbers a layer, not 128 heads of 320.
+    assert_eq!(p.kv_bytes_per_token(2), 61 * 576 * 2);
+    let refused = |from: &str, to: &str| read(&v3.replace(from, to)).unwrap_err().to_string();
+    assert!(refused(r#""n_group": 8"#, r#""n_group": 7"#).contains("n_group"));
+    assert!(refused(r#""topk_group": 4"#, r#""topk_group": 9"#).contains("n_group"));
+    assert!(refused(r#""sigmoid""#, r#""softmax""#).contains("scoring_func"));
+    assert!(refused(r#""mscale": 1.0, "#, r#""mscale": "x", "#).contains("rope_scaling.mscale"));
+}
+
+#[test]
+fn hybrids_are_refused_by_what_they_have() {
+    for (name, layers) in
+        [("qwen3_next", "linear attention"), ("jamba", "Mamba"), ("granitemoehybrid", "Mamba")]
+    {
+        let e = with("model_type", name.into()).unwrap_err().to_string();
+        assert!(e.contains(name) && e.contains(layers) && e.contains("deepseek_v3"), "{e}");
+    }
+}
