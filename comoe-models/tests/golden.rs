@@ -118,6 +118,43 @@ fn bits_do_not_depend_on_the_slots_in_any_format() {
     }
 }
 
+/// Also where a layer keeps no keys but what it has convolved.
+#[test]
+fn a_cache_that_is_cut_back_goes_on_as_a_fresh_one() {
+    for folder in fixtures() {
+        let (golden, ids) = golden(&folder);
+        let decoder = open(&folder, &LoadOptions::default());
+        let mut kv = decoder.new_kv().unwrap();
+        decoder.forward(&[&ids[..11], &[1, 2, 3, 4]].concat(), &mut kv, Rows::Last).unwrap();
+        kv.truncate(11);
+        let got = decoder.forward(&ids[11..], &mut kv, Rows::All).unwrap();
+        let want = golden["logits"].narrow(0, 11, ids.len() - 11).unwrap();
+        let worst = difference(&got, &want);
+        assert!(worst < TOLERANCE, "{}: logits differ by {worst}", name(&folder));
+    }
+}
+
+/// In BF16, where routers may decide otherwise between near equals, most logits are near those in F32.
+#[test]
+fn bf16_takes_the_other_paths_and_stays_near() {
+    for folder in fixtures() {
+        let (golden, ids) = golden(&folder);
+        let decoder = open(&folder, &LoadOptions { dtype: DType::BF16, ..LoadOptions::default() });
+        for step in [ids.len(), 1] {
+            let (got, want) = (flat(&run(&decoder, &ids, step)), flat(&golden["logits"]));
+            let mut apart: Vec<f32> = got.iter().zip(&want).map(|(g, w)| (g - w).abs()).collect();
+            apart.sort_by(f32::total_cmp);
+            let deviation = (want.iter().map(|w| w * w).sum::<f32>() / want.len() as f32).sqrt();
+            let (half, most) = (apart[apart.len() / 2] / deviation, apart[apart.len() * 9 / 10] / deviation);
+            println!(
+                "{}, {step} at a time: half of the logits within {half:.3}, 9 of 10 within {most:.3}",
+                name(&folder)
+            );
+            assert!(half < 0.05, "{}: half of the logits are more than {half} deviations off", name(&folder));
+        }
+    }
+}
+
 fn plan(path: &Path) -> arch::DecoderPlan {
     arch::plan(&ConfigFile::read(path).unwrap()).unwrap_or_else(|e| panic!("{}: {e}", path.display()))
 }
