@@ -73,6 +73,11 @@ impl ExpertStore {
                 notes.push("experts are F32 in the checkpoint; as BF16 records they are rounded".into())
             }
         }
+        if found.mxfp4 {
+            notes.push(
+                "experts are MXFP4 in the checkpoint; BF16 records are exact, and 3.8 times as large".into(),
+            );
+        }
         let what = checkpoint.describe().to_owned();
         let source = CheckpointSource::new(checkpoint, found, naming)?;
         let specs = source.specs().to_vec();

@@ -7,6 +7,7 @@ use safetensors::Dtype;
 
 use super::checkpoint::{Checkpoint, Region};
 use super::fingerprint::Fingerprint;
+use super::mxfp4::Mxfp4;
 use super::naming::Naming;
 use super::survey::Survey;
 use super::{Directory, RecordIndex, RecordSource, check_record_len};
@@ -62,6 +63,11 @@ impl Strided {
     pub(super) fn rows_of(float: FloatType, region: Region, skip: usize, cols: usize) -> Self {
         let start = region.start + skip * float.bytes();
         Self { float, shard: region.shard, start, row_stride: cols, col_stride: 1 }
+    }
+
+    /// The same matrix, so many elements on.
+    pub(super) fn skip(self, elements: usize) -> Self {
+        Self { start: self.start + elements * self.float.bytes(), ..self }
     }
 
     /// The bytes from the first element to the last of `[rows, cols]`, both at least 1.
@@ -144,19 +150,51 @@ impl Strided {
     }
 }
 
+/// Where a matrix is, and how it is encoded.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Part {
+    Plain(Strided),
+    Mxfp4(Mxfp4),
+}
+
+impl Part {
+    fn weights<'a>(
+        &self,
+        checkpoint: &'a Checkpoint,
+        shape: [usize; 2],
+        scratch: &'a mut Vec<f32>,
+    ) -> Weights<'a> {
+        match self {
+            Self::Plain(matrix) => matrix.weights(checkpoint, shape, scratch),
+            Self::Mxfp4(matrix) => {
+                matrix.values(checkpoint, shape, scratch);
+                Weights::F32(scratch)
+            }
+        }
+    }
+
+    /// Shard and offset of its first byte.
+    fn start(&self) -> (usize, usize) {
+        match self {
+            Self::Plain(matrix) => (matrix.shard, matrix.start),
+            Self::Mxfp4(matrix) => (matrix.blocks.shard, matrix.blocks.start),
+        }
+    }
+}
+
 /// Where the parts of one expert are.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct ExpertParts {
-    pub(super) gate: Strided,
-    pub(super) up: Strided,
-    pub(super) down: Strided,
+    pub(super) gate: Part,
+    pub(super) up: Part,
+    pub(super) down: Part,
     /// Gate, up and down biases, as one-row matrices.
     pub(super) bias: Option<[Strided; 3]>,
 }
 
 /// BF16 records gathered from a checkpoint's mapped shards at every read: no second copy of the model is kept.
 ///
-/// BF16 checkpoints are copied bit for bit; F16 and F32 are rounded to BF16, nearest even.
+/// BF16 checkpoints are copied bit for bit, MXFP4 is expanded exactly; F16 and F32 are rounded to BF16, nearest even.
 pub(super) struct CheckpointSource {
     checkpoint: Arc<Checkpoint>,
     directory: Directory,
@@ -215,16 +253,16 @@ impl CheckpointSource {
     /// Names the tensor that a packing error is about.
     fn name_part(&self, id: ExpertId, parts: &ExpertParts, error: Error) -> Error {
         let Error::BadWeight { part, .. } = error else { return error };
-        let found = match (part, parts.bias) {
-            ("gate", _) => parts.gate,
-            ("up", _) => parts.up,
-            ("down", _) => parts.down,
-            ("gate bias", Some([gate, _, _])) => gate,
-            ("up bias", Some([_, up, _])) => up,
-            (_, Some([_, _, down])) => down,
+        let (shard, start) = match (part, parts.bias) {
+            ("gate", _) => parts.gate.start(),
+            ("up", _) => parts.up.start(),
+            ("down", _) => parts.down.start(),
+            ("gate bias", Some([gate, _, _])) => (gate.shard, gate.start),
+            ("up bias", Some([_, up, _])) => (up.shard, up.start),
+            (_, Some([_, _, down])) => (down.shard, down.start),
             _ => return error,
         };
-        match self.checkpoint.name_at(found.shard, found.start) {
+        match self.checkpoint.name_at(shard, start) {
             Some(name) => Error::bad_tensor(name, format!("{id}: {error}")),
             None => error,
         }
@@ -241,13 +279,17 @@ impl RecordSource for CheckpointSource {
         let parts = &self.experts[record.0 as usize];
         let ordinal = self.directory.ordinal_of(record);
         let layout = &self.layouts[ordinal];
-        let all_bf16 = [parts.gate, parts.up, parts.down].iter().all(|p| p.float == FloatType::Bf16);
-        if !all_bf16 || parts.bias.is_some() {
+        let (Part::Plain(gate), Part::Plain(up), Part::Plain(down), None) =
+            (parts.gate, parts.up, parts.down, parts.bias)
+        else {
+            return self.pack(record, layout, out);
+        };
+        if [gate, up, down].iter().any(|p| p.float != FloatType::Bf16) {
             return self.pack(record, layout, out);
         }
-        parts.gate.copy_bf16(&self.checkpoint, &layout.gate, out);
-        parts.up.copy_bf16(&self.checkpoint, &layout.up, out);
-        parts.down.copy_bf16(&self.checkpoint, &layout.down, out);
+        gate.copy_bf16(&self.checkpoint, &layout.gate, out);
+        up.copy_bf16(&self.checkpoint, &layout.up, out);
+        down.copy_bf16(&self.checkpoint, &layout.down, out);
         // BF16 records have no scales, so the three matrices follow each other without gaps.
         let end = layout.down.weights + layout.down.rows * layout.down.row_bytes;
         out[end..].fill(0);

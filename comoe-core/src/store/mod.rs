@@ -7,6 +7,7 @@ mod experts;
 mod fingerprint;
 mod gather;
 mod memory;
+mod mxfp4;
 mod naming;
 mod packed;
 #[cfg(test)]
@@ -24,7 +25,7 @@ pub use convert::ConvertOptions;
 pub use directory::{Directory, LayerEntry, RecordIndex};
 pub use experts::ExpertStore;
 pub use memory::MemorySource;
-pub use naming::{ExpertTensor, Matrix, Naming, StackedLayout, TensorRole};
+pub use naming::{ExpertTensor, Matrix, Naming, StackedLayout, TensorKind, TensorRole};
 pub use packed::{PackedFile, PackedInfo, PackedLayer};
 pub use packed_writer::PackedWriter;
 /// Element type of a checkpoint's tensor.

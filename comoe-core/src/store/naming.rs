@@ -27,8 +27,21 @@ pub struct ExpertTensor {
     pub expert: Option<usize>,
     /// Which matrix.
     pub matrix: Matrix,
-    /// Whether it is the matrix's bias, not the matrix.
-    pub bias: bool,
+    /// What of the matrix.
+    pub kind: TensorKind,
+}
+
+/// What of a matrix a tensor holds.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum TensorKind {
+    /// Its weights.
+    Weight,
+    /// Its bias.
+    Bias,
+    /// Its weights as MXFP4 blocks `[E, out, in / 32, 16]`, whatever the layout of unquantised tensors.
+    Mxfp4Blocks,
+    /// The exponents of those, `[E, out, in / 32]`.
+    Mxfp4Scales,
 }
 
 /// What a tensor is for.
@@ -72,7 +85,7 @@ impl StackedLayout {
 enum Template {
     /// `{folder}.E.{gate|up|down}.weight`, and `.bias`.
     PerExpert { folder: &'static str, gate: &'static str, up: &'static str, down: &'static str },
-    /// `{folder}.{gate_up|down}{weight}`, and `{bias}`.
+    /// `{folder}.{gate_up|down}{weight}`, and `{bias}`; with a bias also `_blocks` and `_scales` of MXFP4.
     Stacked {
         folder: &'static str,
         gate_up: &'static str,
@@ -213,20 +226,23 @@ impl Naming {
         name: &str,
         expert: Option<usize>,
         matrix: Matrix,
-        bias: bool,
+        kind: TensorKind,
     ) -> Option<String> {
         let TensorRole::Expert(seen) = self.classify(name).ok()? else { return None };
         let layer = format!("layers.{}.", seen.layer);
         let (prefix, below) = name.split_at(name.find(&layer)? + layer.len());
         let below: Vec<&str> = below.split('.').collect();
         let template = self.templates.iter().find(|t| t.matches(seen.layer, &below).is_some())?;
-        Some(format!("{prefix}{}", template.name(expert, matrix, bias)?))
+        Some(format!("{prefix}{}", template.name(expert, matrix, kind)?))
     }
 
     /// The known names, for messages.
     fn known(&self) -> String {
         let list: Vec<String> = self.templates.iter().map(|t| t.pattern()).collect();
-        format!("layers.N. followed by {}, in BF16, F16 or F32", list.join(" or "))
+        format!(
+            "layers.N. followed by {}, in BF16, F16 or F32, or gate_up_proj_blocks and the like in MXFP4",
+            list.join(" or ")
+        )
     }
 }
 
@@ -238,29 +254,31 @@ impl Template {
                 let matrix = [(gate, Matrix::Gate), (up, Matrix::Up), (down, Matrix::Down)]
                     .into_iter()
                     .find_map(|(name, matrix)| (name == projection).then_some(matrix))?;
-                let bias = match kind {
-                    "weight" => false,
-                    "bias" => true,
+                let kind = match kind {
+                    "weight" => TensorKind::Weight,
+                    "bias" => TensorKind::Bias,
                     _ => return None,
                 };
-                Some(ExpertTensor { layer, expert: Some(number(expert)?), matrix, bias })
+                Some(ExpertTensor { layer, expert: Some(number(expert)?), matrix, kind })
             }
             Self::Stacked { folder, gate_up, down, weight, bias } => {
                 let name = strip_folder(below, folder)?.join(".");
                 [(gate_up, Matrix::GateUp), (down, Matrix::Down)].into_iter().find_map(|(stem, matrix)| {
                     let kind = name.strip_prefix(stem)?;
-                    let bias = match kind {
-                        kind if kind == weight => false,
-                        kind if Some(kind) == bias => true,
+                    let kind = match kind {
+                        kind if kind == weight => TensorKind::Weight,
+                        kind if Some(kind) == bias => TensorKind::Bias,
+                        "_blocks" if bias.is_some() => TensorKind::Mxfp4Blocks,
+                        "_scales" if bias.is_some() => TensorKind::Mxfp4Scales,
                         _ => return None,
                     };
-                    Some(ExpertTensor { layer, expert: None, matrix, bias })
+                    Some(ExpertTensor { layer, expert: None, matrix, kind })
                 })
             }
         }
     }
 
-    fn name(&self, expert: Option<usize>, matrix: Matrix, is_bias: bool) -> Option<String> {
+    fn name(&self, expert: Option<usize>, matrix: Matrix, kind: TensorKind) -> Option<String> {
         Some(match self {
             Self::PerExpert { folder, gate, up, down } => {
                 let projection = match matrix {
@@ -269,7 +287,12 @@ impl Template {
                     Matrix::Down => down,
                     Matrix::GateUp => return None,
                 };
-                format!("{folder}.{}.{projection}.{}", expert?, if is_bias { "bias" } else { "weight" })
+                let kind = match kind {
+                    TensorKind::Weight => "weight",
+                    TensorKind::Bias => "bias",
+                    TensorKind::Mxfp4Blocks | TensorKind::Mxfp4Scales => return None,
+                };
+                format!("{folder}.{}.{projection}.{kind}", expert?)
             }
             Self::Stacked { folder, gate_up, down, weight, bias } => {
                 let stem = match matrix {
@@ -277,7 +300,13 @@ impl Template {
                     Matrix::Down => down,
                     Matrix::Gate | Matrix::Up => return None,
                 };
-                format!("{folder}.{stem}{}", if is_bias { (*bias)? } else { *weight })
+                let kind = match kind {
+                    TensorKind::Weight => *weight,
+                    TensorKind::Bias => (*bias)?,
+                    TensorKind::Mxfp4Blocks => "_blocks",
+                    TensorKind::Mxfp4Scales => "_scales",
+                };
+                format!("{folder}.{stem}{kind}")
             }
         })
     }
@@ -321,7 +350,7 @@ mod tests {
     use super::*;
 
     fn expert(layer: usize, expert: Option<usize>, matrix: Matrix) -> TensorRole {
-        TensorRole::Expert(ExpertTensor { layer, expert, matrix, bias: false })
+        TensorRole::Expert(ExpertTensor { layer, expert, matrix, kind: TensorKind::Weight })
     }
 
     #[test]
@@ -351,7 +380,10 @@ mod tests {
             assert_eq!(auto.classify(name).unwrap(), role, "{name}");
         }
         let bias = Naming::gpt_oss().classify("model.layers.1.mlp.experts.gate_up_proj_bias").unwrap();
-        assert!(matches!(bias, TensorRole::Expert(ExpertTensor { bias: true, matrix: Matrix::GateUp, .. })));
+        assert!(matches!(
+            bias,
+            TensorRole::Expert(ExpertTensor { kind: TensorKind::Bias, matrix: Matrix::GateUp, .. })
+        ));
     }
 
     #[test]
@@ -395,8 +427,7 @@ mod tests {
             "model.layers.3.mlp.experts.03.gate_proj.weight",
             "model.layers.3.mlp.experts.+3.gate_proj.weight",
             "model.layers.3.mlp.experts.99999999999999999999999.gate_proj.weight",
-            "model.layers.3.mlp.experts.gate_up_proj_blocks",
-            "model.layers.3.mlp.experts.gate_up_proj_scales",
+            "model.layers.3.mlp.experts.gate_up_proj_codes",
             "model.layers.3.mlp.switch_mlp.gate_proj.weight",
             "model.layers.3.block_sparse_moe.input_linear.qweight",
             "model.layers.x.mlp.experts.3.gate_proj.weight",

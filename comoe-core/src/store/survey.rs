@@ -2,9 +2,12 @@
 
 use std::collections::BTreeMap;
 
+use safetensors::Dtype;
+
 use super::checkpoint::Checkpoint;
-use super::gather::{ExpertParts, FloatType, Strided};
-use super::naming::{ExpertTensor, Matrix, Naming, StackedLayout, TensorRole};
+use super::gather::{ExpertParts, FloatType, Part, Strided};
+use super::mxfp4::{BLOCK, BLOCK_BYTES, Mxfp4};
+use super::naming::{ExpertTensor, Matrix, Naming, StackedLayout, TensorKind, TensorRole};
 use crate::error::{Error, Result};
 use crate::expert::ExpertSpec;
 
@@ -24,15 +27,20 @@ pub(super) struct LayerSurvey {
 /// All experts of a checkpoint.
 #[derive(Debug)]
 pub(super) struct Survey {
+    /// Of weights that are not MXFP4.
     pub(super) float: FloatType,
+    pub(super) mxfp4: bool,
     pub(super) layers: Vec<LayerSurvey>,
 }
 
-/// Tensor names by matrix, weights and biases.
+/// Tensor names by matrix.
 #[derive(Debug, Default)]
 struct Named<'a> {
     weights: BTreeMap<Matrix, &'a str>,
     biases: BTreeMap<Matrix, &'a str>,
+    /// MXFP4 weights and their exponents.
+    blocks: BTreeMap<Matrix, &'a str>,
+    scales: BTreeMap<Matrix, &'a str>,
 }
 
 /// Tensor names of one layer.
@@ -50,7 +58,7 @@ struct Group<'a> {
 pub(super) fn survey(checkpoint: &Checkpoint, naming: &Naming) -> Result<Survey> {
     let mut groups = BTreeMap::<usize, Group<'_>>::new();
     for name in checkpoint.names() {
-        let TensorRole::Expert(ExpertTensor { layer, expert, matrix, bias }) = naming.classify(name)? else {
+        let TensorRole::Expert(ExpertTensor { layer, expert, matrix, kind }) = naming.classify(name)? else {
             continue;
         };
         let group = groups.entry(layer).or_default();
@@ -58,7 +66,12 @@ pub(super) fn survey(checkpoint: &Checkpoint, naming: &Naming) -> Result<Survey>
             Some(expert) => group.per_expert.entry(expert).or_default(),
             None => group.stacked.get_or_insert_default(),
         };
-        let table = if bias { &mut named.biases } else { &mut named.weights };
+        let table = match kind {
+            TensorKind::Weight => &mut named.weights,
+            TensorKind::Bias => &mut named.biases,
+            TensorKind::Mxfp4Blocks => &mut named.blocks,
+            TensorKind::Mxfp4Scales => &mut named.scales,
+        };
         if let Some(first) = table.insert(matrix, name) {
             return Err(Error::bad_tensor(
                 name,
@@ -70,8 +83,9 @@ pub(super) fn survey(checkpoint: &Checkpoint, naming: &Naming) -> Result<Survey>
     let Some(first) = first else {
         return Err(Error::NoExperts { what: checkpoint.describe().to_owned() });
     };
+    let mxfp4 = groups.values().flat_map(|g| &g.stacked).any(|named| !named.blocks.is_empty());
     let dtype = checkpoint.tensor(first)?.dtype;
-    let Some(float) = FloatType::of(dtype) else {
+    let Some(float) = FloatType::of(dtype).or(mxfp4.then_some(FloatType::Bf16)) else {
         return Err(Error::bad_tensor(
             first,
             format!(
@@ -83,7 +97,7 @@ pub(super) fn survey(checkpoint: &Checkpoint, naming: &Naming) -> Result<Survey>
     let layers =
         groups.iter().map(|(layer, group)| reader.layer(*layer, group)).collect::<Result<Vec<_>>>()?;
     same_in_all_layers(&layers, &groups)?;
-    Ok(Survey { float, layers })
+    Ok(Survey { float, mxfp4, layers })
 }
 
 /// A layer that differs from the first lacks tensors, or is of another model.
@@ -118,7 +132,8 @@ fn same_in_all_layers(layers: &[LayerSurvey], groups: &BTreeMap<usize, Group<'_>
 
 impl<'a> Named<'a> {
     fn all(&self) -> impl DoubleEndedIterator<Item = &'a str> {
-        self.weights.values().chain(self.biases.values()).copied()
+        let weights = self.weights.values().chain(self.biases.values());
+        weights.chain(self.blocks.values()).chain(self.scales.values()).copied()
     }
 }
 
@@ -163,9 +178,9 @@ impl Reader<'_> {
         for (expected, (expert, named)) in experts.iter().enumerate() {
             if *expert != expected {
                 let seen = named.all().next().unwrap_or_default();
-                return Err(self.missing(seen, Some(expected), Matrix::Gate, false));
+                return Err(self.missing(seen, Some(expected), Matrix::Gate, TensorKind::Weight));
             }
-            let weight = |m| self.need(named, &named.weights, Some(expected), m, false);
+            let weight = |m| self.need(named, &named.weights, Some(expected), m, TensorKind::Weight);
             let (gate, up, down) = (weight(Matrix::Gate)?, weight(Matrix::Up)?, weight(Matrix::Down)?);
             let spec = match spec {
                 Some(spec) => spec,
@@ -177,7 +192,7 @@ impl Reader<'_> {
             };
             let (h, i) = (spec.hidden, spec.intermediate);
             let bias = if spec.bias {
-                let bias = |m| self.need(named, &named.biases, Some(expected), m, true);
+                let bias = |m| self.need(named, &named.biases, Some(expected), m, TensorKind::Bias);
                 Some([
                     self.vector(bias(Matrix::Gate)?, &[i])?,
                     self.vector(bias(Matrix::Up)?, &[i])?,
@@ -189,9 +204,9 @@ impl Reader<'_> {
                 None
             };
             parts.push(ExpertParts {
-                gate: self.matrix(gate, [i, h])?,
-                up: self.matrix(up, [i, h])?,
-                down: self.matrix(down, [h, i])?,
+                gate: Part::Plain(self.matrix(gate, [i, h])?),
+                up: Part::Plain(self.matrix(up, [i, h])?),
+                down: Part::Plain(self.matrix(down, [h, i])?),
                 bias,
             });
         }
@@ -202,7 +217,10 @@ impl Reader<'_> {
     }
 
     fn stacked(&self, named: &Named<'_>) -> Result<(ExpertSpec, Vec<ExpertParts>)> {
-        let weight = |m| self.need(named, &named.weights, None, m, false);
+        if !named.blocks.is_empty() {
+            return self.mxfp4(named);
+        }
+        let weight = |m| self.need(named, &named.weights, None, m, TensorKind::Weight);
         let (gate_up, down) = (weight(Matrix::GateUp)?, weight(Matrix::Down)?);
         let gate_up_dims @ &[experts, a, b] = self.dims::<3>(gate_up)?;
         let &down_dims = self.dims::<3>(down)?;
@@ -248,54 +266,126 @@ impl Reader<'_> {
         }
         self.check_type(gate_up)?;
         self.check_type(down)?;
-        let bias = match named.biases.is_empty() {
-            true => None,
-            false => {
-                let bias = |m| self.need(named, &named.biases, None, m, true);
-                let (gate_up, down) = (bias(Matrix::GateUp)?, bias(Matrix::Down)?);
-                Some((
-                    self.vector(gate_up, &[experts, 2 * intermediate])?,
-                    self.vector(down, &[experts, hidden])?,
-                ))
-            }
-        };
+        let bias = self.stacked_biases(named, experts, [hidden, intermediate], layout.is_interleaved())?;
         let spec = ExpertSpec { bias: bias.is_some(), ..ExpertSpec::swiglu(hidden, intermediate) };
         let (wide, narrow) = (self.checkpoint.region(gate_up)?, self.checkpoint.region(down)?);
-        let skip = |s: Strided, elements: usize| Strided { start: s.start + elements * s.float.bytes(), ..s };
         let parts = (0..experts).map(|e| {
             let gate_up = Strided::rows_of(self.float, wide, e * 2 * intermediate * hidden, hidden);
             let down = Strided::rows_of(self.float, narrow, e * hidden * intermediate, intermediate);
             let (gate, up) = match layout {
-                StackedLayout::Normal => (gate_up, skip(gate_up, intermediate * hidden)),
+                StackedLayout::Normal => (gate_up, gate_up.skip(intermediate * hidden)),
                 StackedLayout::Interleaved => {
                     let every_other = Strided { row_stride: 2 * hidden, ..gate_up };
-                    (every_other, skip(every_other, hidden))
+                    (every_other, every_other.skip(hidden))
                 }
                 StackedLayout::Transposed => {
                     let column = Strided { row_stride: 1, col_stride: 2 * intermediate, ..gate_up };
-                    (column, skip(column, intermediate))
+                    (column, column.skip(intermediate))
                 }
                 StackedLayout::TransposedInterleaved => {
                     let every_other = Strided { row_stride: 2, col_stride: 2 * intermediate, ..gate_up };
-                    (every_other, skip(every_other, 1))
+                    (every_other, every_other.skip(1))
                 }
             };
             let down = match layout.is_transposed() {
                 true => Strided { row_stride: 1, col_stride: hidden, ..down },
                 false => down,
             };
-            let bias = bias.map(|(gate_up, down)| {
-                let gate_up = skip(gate_up, e * 2 * intermediate);
-                let (gate, up) = match layout.is_interleaved() {
-                    true => {
-                        let every_other = Strided { col_stride: 2, ..gate_up };
-                        (every_other, skip(every_other, 1))
-                    }
-                    false => (gate_up, skip(gate_up, intermediate)),
-                };
-                [gate, up, skip(down, e * hidden)]
-            });
-            ExpertParts { gate, up, down, bias }
+            let bias = bias.as_ref().map(|bias| bias[e]);
+            ExpertParts { gate: Part::Plain(gate), up: Part::Plain(up), down: Part::Plain(down), bias }
+        });
+        Ok((spec, parts.collect()))
+    }
+
+    /// Gate, up and down biases of every expert of a layer, where it has such.
+    fn stacked_biases(
+        &self,
+        named: &Named<'_>,
+        experts: usize,
+        [hidden, intermediate]: [usize; 2],
+        interleaved: bool,
+    ) -> Result<Option<Vec<[Strided; 3]>>> {
+        if named.biases.is_empty() {
+            return Ok(None);
+        }
+        let bias = |m| self.need(named, &named.biases, None, m, TensorKind::Bias);
+        let gate_up = self.vector(bias(Matrix::GateUp)?, &[experts, 2 * intermediate])?;
+        let down = self.vector(bias(Matrix::Down)?, &[experts, hidden])?;
+        let of = |e: usize| {
+            let gate_up = gate_up.skip(e * 2 * intermediate);
+            let (gate, up) = match interleaved {
+                true => {
+                    let every_other = Strided { col_stride: 2, ..gate_up };
+                    (every_other, every_other.skip(1))
+                }
+                false => (gate_up, gate_up.skip(intermediate)),
+            };
+            [gate, up, down.skip(e * hidden)]
+        };
+        Ok(Some((0..experts).map(of).collect()))
+    }
+
+    /// A layer whose experts are MXFP4 (gpt-oss): rows are output features, gate and up in turn if declared so.
+    fn mxfp4(&self, named: &Named<'_>) -> Result<(ExpertSpec, Vec<ExpertParts>)> {
+        let blocks = |m| self.need(named, &named.blocks, None, m, TensorKind::Mxfp4Blocks);
+        let scales = |m| self.need(named, &named.scales, None, m, TensorKind::Mxfp4Scales);
+        let gate_up = blocks(Matrix::GateUp)?;
+        if let Some(other) = named.weights.values().next() {
+            return Err(Error::bad_tensor(
+                *other,
+                format!("holds the same as {gate_up:?}; only one may be there"),
+            ));
+        }
+        let Some(layout) = self.naming.stacked_layout() else {
+            let reason = "is MXFP4, whose order of gate and up rows cannot be told by its shape: declare it, with \
+                          Naming::gpt_oss or Naming::with_stacked_layout";
+            return Err(Error::bad_tensor(gate_up, reason));
+        };
+        let &[experts, both, groups, _] = self.dims::<4>(gate_up)?;
+        let (hidden, intermediate) = (groups.saturating_mul(BLOCK), both / 2);
+        if both % 2 != 0 || intermediate % BLOCK != 0 || experts > MAX_EXPERTS || hidden > MAX_DIM {
+            let reason = format!(
+                "expected [experts up to {MAX_EXPERTS}, twice a multiple of {BLOCK}, hidden / {BLOCK}, \
+                 {BLOCK_BYTES}], found {:?}",
+                [experts, both, groups]
+            );
+            return Err(Error::bad_tensor(gate_up, reason));
+        }
+        for (matrix, rows, groups) in
+            [(Matrix::GateUp, both, groups), (Matrix::Down, hidden, intermediate / BLOCK)]
+        {
+            for (name, shape) in [
+                (blocks(matrix)?, &[experts, rows, groups, BLOCK_BYTES][..]),
+                (scales(matrix)?, &[experts, rows, groups]),
+            ] {
+                self.check_shape(name, shape)?;
+                let found = self.checkpoint.tensor(name)?.dtype;
+                if found != Dtype::U8 {
+                    return Err(Error::bad_tensor(
+                        name,
+                        format!("expected dtype U8 of MXFP4, found {found}"),
+                    ));
+                }
+            }
+        }
+        let interleaved = layout.is_interleaved();
+        let bias = self.stacked_biases(named, experts, [hidden, intermediate], interleaved)?;
+        let spec = ExpertSpec { bias: bias.is_some(), ..ExpertSpec::swiglu(hidden, intermediate) };
+        let region =
+            |m| Ok::<_, Error>((self.checkpoint.region(blocks(m)?)?, self.checkpoint.region(scales(m)?)?));
+        let (wide, narrow) = (region(Matrix::GateUp)?, region(Matrix::Down)?);
+        let rows = |(blocks, scales), first_row, row_step| {
+            Part::Mxfp4(Mxfp4 { blocks, scales, first_row, row_step })
+        };
+        let parts = (0..experts).map(|e| {
+            let first = e * both;
+            let (up_from, step) = if interleaved { (first + 1, 2) } else { (first + intermediate, 1) };
+            ExpertParts {
+                gate: rows(wide, first, step),
+                up: rows(wide, up_from, step),
+                down: rows(narrow, e * hidden, 1),
+                bias: bias.as_ref().map(|bias| bias[e]),
+            }
         });
         Ok((spec, parts.collect()))
     }
@@ -307,16 +397,16 @@ impl Reader<'_> {
         table: &BTreeMap<Matrix, &'n str>,
         expert: Option<usize>,
         matrix: Matrix,
-        bias: bool,
+        kind: TensorKind,
     ) -> Result<&'n str> {
         table.get(&matrix).copied().ok_or_else(|| {
             let seen = named.all().next().unwrap_or_default();
-            self.missing(seen, expert, matrix, bias)
+            self.missing(seen, expert, matrix, kind)
         })
     }
 
-    fn missing(&self, seen: &str, expert: Option<usize>, matrix: Matrix, bias: bool) -> Error {
-        let name = self.naming.sibling(seen, expert, matrix, bias).unwrap_or_else(|| seen.to_owned());
+    fn missing(&self, seen: &str, expert: Option<usize>, matrix: Matrix, kind: TensorKind) -> Error {
+        let name = self.naming.sibling(seen, expert, matrix, kind).unwrap_or_else(|| seen.to_owned());
         let reason =
             format!("is missing from {} (it has {seen:?}); download it again", self.checkpoint.describe());
         Error::bad_tensor(name, reason)

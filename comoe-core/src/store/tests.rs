@@ -280,3 +280,84 @@ fn a_weight_that_is_no_number_is_named() {
     let text = store.into_format(ExpertFormat::INT8).unwrap_err().to_string();
     assert!(text.contains(name) && text.contains("layer 1 expert 2") && text.contains("[1, 2]"), "{text}");
 }
+
+/// MXFP4 experts whose codes and exponents count up: two experts, hidden 32, intermediate 32.
+fn mxfp4() -> Shards {
+    let bytes = |n: usize, from: u8, span: usize| -> Vec<u8> {
+        (0..n).map(|i| from + (i * 7 % span) as u8).collect()
+    };
+    let name = |part: &str| format!("model.layers.3.mlp.experts.{part}");
+    let with = |s: Shards, part: &str, dtype, shape: &[usize], data: &[u8]| {
+        s.with("a.safetensors", &name(part), dtype, shape, data)
+    };
+    let s = with(Shards::new(), "gate_up_proj_blocks", Dtype::U8, &[2, 64, 1, 16], &bytes(2048, 0, 256));
+    let s = with(s, "gate_up_proj_scales", Dtype::U8, &[2, 64, 1], &bytes(128, 120, 9));
+    let s = with(s, "down_proj_blocks", Dtype::U8, &[2, 32, 1, 16], &bytes(1024, 0, 255));
+    let s = with(s, "down_proj_scales", Dtype::U8, &[2, 32, 1], &bytes(64, 118, 13));
+    let s = with(s, "gate_up_proj_bias", Dtype::BF16, &[2, 64], &bf16(&[0.5; 128]));
+    with(s, "down_proj_bias", Dtype::BF16, &[2, 32], &bf16(&[0.25; 64]))
+}
+
+#[test]
+fn mxfp4_is_expanded_exactly() {
+    let code = |byte: usize, high: bool| {
+        let code = if high { byte >> 4 } else { byte & 15 };
+        let value = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0][code & 7];
+        if code > 7 { -value } else { value }
+    };
+    for (naming, up_row, step) in
+        [(Naming::gpt_oss(), 1, 2), (Naming::qwen().with_stacked_layout(StackedLayout::Normal), 32, 1)]
+    {
+        let store = open(&mxfp4(), &naming).unwrap();
+        assert!(store.notes()[0].contains("MXFP4"), "{:?}", store.notes());
+        let spec = ExpertSpec { bias: true, ..ExpertSpec::swiglu(32, 32) };
+        assert_eq!(*store.spec(0), spec);
+        for (e, record) in all_records(&*store.source()).iter().enumerate() {
+            let found = unpack_expert(store.layout(0), record).unwrap();
+            for r in 0..32 {
+                for c in 0..32 {
+                    let value = |row: usize, span: usize, scale: usize| {
+                        let byte = (row * 16 + c / 2) * 7 % span;
+                        code(byte, c % 2 == 1) * 2f32.powi(scale as i32 - 127)
+                    };
+                    let wide = |row: usize| value(row, 256, 120 + row * 7 % 9);
+                    let down = value(e * 32 + r, 255, 118 + (e * 32 + r) * 7 % 13);
+                    assert_eq!(found.gate[r * 32 + c], wide(e * 64 + r * step), "{e} {r} {c}");
+                    assert_eq!(found.up[r * 32 + c], wide(e * 64 + up_row + r * step), "{e} {r} {c}");
+                    assert_eq!(found.down[r * 32 + c], down, "{e} {r} {c}");
+                }
+            }
+            assert_eq!(found.bias.unwrap().map(|b| b[31]), [0.5, 0.5, 0.25]);
+        }
+    }
+}
+
+#[test]
+fn bad_mxfp4_is_refused_by_name() {
+    let name = |part: &str| format!("model.layers.3.mlp.experts.{part}");
+    let refused = |shards: &Shards| open(shards, &Naming::gpt_oss()).unwrap_err().to_string();
+    let replaced = |part: &str, dtype, shape: &[usize]| {
+        let bytes = vec![0; shape.iter().product()];
+        refused(&mxfp4().with("a.safetensors", &name(part), dtype, shape, &bytes))
+    };
+    for (text, parts) in [
+        (error(&mxfp4()), &["gate_up_proj_blocks", "with_stacked_layout"]),
+        (refused(&mxfp4().without(&name("down_proj_scales"))), &["down_proj_scales", "missing"]),
+        (replaced("down_proj_scales", Dtype::U8, &[2, 32, 2]), &["down_proj_scales", "[2, 32, 1]"]),
+        (replaced("down_proj_blocks", Dtype::U8, &[2, 32, 16]), &["down_proj_blocks", "[2, 32, 1, 16]"]),
+        (replaced("gate_up_proj_blocks", Dtype::I8, &[2, 64, 1, 16]), &["gate_up_proj_blocks", "U8"]),
+        (replaced("gate_up_proj_blocks", Dtype::U8, &[2, 60, 1, 16]), &["gate_up_proj_blocks", "[2, 60, 1]"]),
+        (replaced("gate_up_proj", Dtype::U8, &[1]), &["gate_up_proj", "only one"]),
+    ] {
+        assert!(parts.iter().all(|p| text.contains(p)), "{parts:?}: {text}");
+    }
+    // An exponent that is no number is found when the record is read.
+    let store = open(
+        &mxfp4().with("a.safetensors", &name("down_proj_scales"), Dtype::U8, &[2, 32, 1], &[255; 64]),
+        &Naming::gpt_oss(),
+    )
+    .unwrap();
+    let mut out = vec![0; store.directory().record_bytes(RecordIndex(0))];
+    let text = store.source().read(RecordIndex(0), &mut out).unwrap_err().to_string();
+    assert!(text.contains("down_proj_blocks"), "{text}");
+}

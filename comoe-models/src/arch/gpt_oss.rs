@@ -1,4 +1,4 @@
-//! gpt-oss (gpt-oss-20b, gpt-oss-120b), from checkpoints whose experts are BF16.
+//! gpt-oss (gpt-oss-20b, gpt-oss-120b), from checkpoints whose experts are MXFP4 (as published) or BF16.
 //!
 //! As `transformers` 5 computes it (`models/gpt_oss`): attention with biases and sinks, every other layer over a
 //! sliding window; top-k of the logits, then a softmax over the chosen; experts with biases and a clamped SwiGLU.
