@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 
 use crate::expert::ExpertId;
+use crate::stats::human_bytes;
 
 /// Shorthand for this crate's results.
 pub type Result<T> = std::result::Result<T, Error>;
@@ -192,6 +193,17 @@ pub enum Error {
         at: usize,
     },
 
+    /// The table of slots does not find a record where the slot says it is.
+    #[error("slot {slot} says that it holds {id}, which is looked for in {}", found.map_or("no slot".to_owned(), |s| format!("slot {s}")))]
+    KeyDiffers {
+        /// The expert.
+        id: ExpertId,
+        /// The slot's number.
+        slot: u32,
+        /// Where the expert is looked for.
+        found: Option<u32>,
+    },
+
     /// The simulated backend saw work in an order that a real device need not keep.
     #[error("ordering rule broken: {rule} ({id})")]
     RuleBroken {
@@ -208,6 +220,28 @@ pub enum Error {
         asked: String,
         /// Why it cannot be used and what to do.
         reason: String,
+    },
+
+    /// The slots do not fit beside what else must be in the device's memory.
+    #[error(
+        "{device}: {slots} slots for experts need {}, but only {} of memory are free, and {} of it are kept for the rest \
+         of the model: {most} slots fit; give fewer slots, a smaller expert format (int8, int4) or a shorter context, \
+         or free memory (see `nvidia-smi`)",
+        human_bytes(*asked), human_bytes(*free), human_bytes(*reserve)
+    )]
+    NoRoom {
+        /// The device.
+        device: String,
+        /// Slots that were wanted, staging included; the least that works where as many as fit were asked for.
+        slots: usize,
+        /// Their bytes.
+        asked: u64,
+        /// Bytes free on the device.
+        free: u64,
+        /// Bytes of them that are kept for other uses.
+        reserve: u64,
+        /// Slots that would fit.
+        most: usize,
     },
 
     /// GPU memory ran out.

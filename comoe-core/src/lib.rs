@@ -63,7 +63,7 @@ pub mod stats;
 pub mod store;
 mod sys;
 
-pub use backend::cuda::{CudaOptions, cuda_device, cuda_device_count};
+pub use backend::cuda::{CudaOptions, ResidentFormat, cuda_device, cuda_device_count, cuda_memory};
 pub use cache::{CacheBuilder, CacheLayer, CacheOptions, Capacity, ExpertCache, RecordCache, Scope};
 pub use error::{Error, Result};
 pub use expert::{Activation, ExpertId, ExpertLayout, ExpertSpec, WeightOn};

@@ -16,7 +16,7 @@ use candle_core::Tensor;
 
 use crate::backend::{Backend, Fill, Queue, SlotId, Ticket, Work, WorkItem};
 use crate::error::{Error, Result};
-use crate::pool::{Located, Pool};
+use crate::pool::{Located, Pool, SlotState};
 use crate::predict::{Predictor, Scored};
 use crate::stats::{CacheStats, LayerStats};
 use crate::store::{Directory, RecordIndex};
@@ -131,6 +131,8 @@ pub(crate) struct Engine {
     rules: Rules,
     /// Text of the first error: from then on nothing in the slots is trusted.
     failed: Option<String>,
+    /// The slot that the next sampled check begins with.
+    next_check: u32,
 }
 
 fn index(queue: Queue) -> usize {
@@ -164,6 +166,7 @@ impl Engine {
             stats: CacheStats::default(),
             rules,
             failed: None,
+            next_check: 0,
         };
         this.reset_stats();
         Ok(this)
@@ -438,28 +441,63 @@ impl Engine {
     ///
     /// # Errors
     /// [`Error::SlotDiffers`] for the first that differs.
-    pub(crate) fn check_slots(
-        &mut self,
-        read: &dyn Fn(RecordIndex, &mut [u8]) -> Result<()>,
-    ) -> Result<usize> {
+    pub(crate) fn check_slots(&mut self, read: &Read<'_>) -> Result<usize> {
+        let all = self.resident();
+        self.compare(&all, read)
+    }
+
+    /// Compares the next `most` resident slots with the store, going round. A difference stops the engine.
+    ///
+    /// # Errors
+    /// [`Error::SlotDiffers`] or [`Error::KeyDiffers`] for the first that differs.
+    pub(crate) fn check_sample(&mut self, most: usize, read: &Read<'_>) -> Result<usize> {
+        if let Some(first) = &self.failed {
+            return Err(Error::Stopped { first: first.clone() });
+        }
+        let resident = self.resident();
+        let from = resident.partition_point(|(slot, _)| slot.0 < self.next_check);
+        let sample: Vec<_> = resident[from..].iter().chain(&resident[..from]).take(most).copied().collect();
+        self.next_check = sample.last().map_or(0, |(slot, _)| slot.0 + 1);
+        let compared = self.compare(&sample, read);
+        if let Err(e) = &compared {
+            self.failed = Some(e.to_string());
+        }
+        compared
+    }
+
+    /// Slots whose record has arrived, in order.
+    fn resident(&self) -> Vec<(SlotId, RecordIndex)> {
+        let states = self.pool.states().filter_map(|(slot, state)| match state {
+            SlotState::Resident(record) => Some((slot, record)),
+            _ => None,
+        });
+        states.collect()
+    }
+
+    fn compare(&mut self, slots: &[(SlotId, RecordIndex)], read: &Read<'_>) -> Result<usize> {
         self.backend.synchronize()?;
         let (mut have, mut want) = (Vec::new(), Vec::new());
-        let mut checked = 0;
-        for (slot, state) in self.pool.states().collect::<Vec<_>>() {
-            let crate::pool::SlotState::Resident(record) = state else { continue };
+        for &(slot, record) in slots {
+            let id = self.directory.id(record);
+            let found = self.pool.locate(record).map(|l| l.slot);
+            if found != Some(slot) {
+                return Err(Error::KeyDiffers { id, slot: slot.0, found: found.map(|s| s.0) });
+            }
             want.resize(self.directory.record_bytes(record), 0);
             read(record, &mut want)?;
             let want = self.backend.slot_image(record, &want)?;
             have.resize(want.len(), 0);
             self.backend.read_slot(slot, &mut have)?;
             if let Some(at) = have.iter().zip(want.iter()).position(|(a, b)| a != b) {
-                return Err(Error::SlotDiffers { id: self.directory.id(record), slot: slot.0, at });
+                return Err(Error::SlotDiffers { id, slot: slot.0, at });
             }
-            checked += 1;
         }
-        Ok(checked)
+        Ok(slots.len())
     }
 }
+
+/// Reads a record from the store.
+type Read<'a> = dyn Fn(RecordIndex, &mut [u8]) -> Result<()> + 'a;
 
 /// The members of a step, by what they wait for.
 #[derive(Default)]

@@ -294,3 +294,28 @@ fn a_flipped_byte_in_a_slot_shows_and_is_found_by_check() {
     let found = cache.check().unwrap_err().to_string();
     assert!(found.contains("layer 2 expert 6") && found.contains("byte 4"), "{found}");
 }
+
+#[test]
+fn sampled_checks_go_round_and_a_difference_stops_the_cache() {
+    let Sim { cache, .. } = sim(1, |b| b, |b| b.capacity(Capacity::All));
+    assert_eq!(cache.check_sample(4).unwrap(), 0, "nothing is resident yet");
+    for expert in 0..7 {
+        gather(&cache, 2, &[expert]).unwrap();
+    }
+    for _ in 0..10 {
+        assert_eq!(cache.check_sample(3).unwrap(), 3);
+    }
+    let slot = cache.with_backend(|_, pool| pool.locate(RecordIndex(22)).unwrap().slot);
+    cache.with_backend(|backend, _| {
+        let mut bytes = vec![0; 512];
+        backend.read_slot(slot, &mut bytes).unwrap();
+        bytes[9] ^= 1;
+        backend.write_slot(slot, &bytes).unwrap();
+    });
+    // Seven resident slots, two at a time: found by the fourth call at the latest.
+    let found = (0..4).find_map(|_| cache.check_sample(2).err()).expect("the damage is found");
+    assert!(found.to_string().contains("layer 2 expert 6"), "{found}");
+    let stopped = gather(&cache, 2, &[0]).unwrap_err().to_string();
+    assert!(stopped.contains("stopped") && stopped.contains("layer 2 expert 6"), "{stopped}");
+    assert!(cache.check_sample(2).is_err());
+}

@@ -3,6 +3,7 @@
 use std::fmt;
 
 use crate::backend::TransferTime;
+use crate::machine::gb_per_s;
 
 /// Counters of one layer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -92,6 +93,13 @@ impl CacheStats {
     /// Bytes of all slots, without staging.
     pub fn pool_bytes(&self) -> u64 {
         self.slots as u64 * self.slot_bytes as u64
+    }
+
+    /// GB/s (10^9 bytes) of all transfers while they ran; `None` before the first, or where their time is not known.
+    pub fn bandwidth(&self) -> Option<f64> {
+        let time = self.time.demand + self.time.prefetch;
+        let bytes = self.bytes_moved + self.prefetched_bytes;
+        (bytes > 0 && !time.is_zero()).then(|| gb_per_s(bytes, time))
     }
 
     /// What looks bad, and what to change.
@@ -201,6 +209,21 @@ mod tests {
         assert!(stats(100, 900).warnings()[0].contains("4 slots for 64 experts"));
         assert!(stats(600, 400).warnings().is_empty());
         assert!(stats(1, 9).warnings().is_empty());
+    }
+
+    #[test]
+    fn bandwidth_counts_all_transfers_and_their_time() {
+        use std::time::Duration;
+
+        let time = TransferTime {
+            demand: Duration::from_millis(750),
+            prefetch: Duration::from_millis(250),
+            stalled: Duration::from_secs(9),
+        };
+        let moved = CacheStats { bytes_moved: 3_000_000_000, prefetched_bytes: 1_000_000_000, ..stats(1, 1) };
+        assert_eq!(moved.bandwidth(), None, "no time is known");
+        assert_eq!(CacheStats { time, ..moved }.bandwidth(), Some(4.0));
+        assert_eq!(CacheStats { time, ..stats(1, 1) }.bandwidth(), None, "nothing moved");
     }
 
     #[test]

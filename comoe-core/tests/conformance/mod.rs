@@ -271,6 +271,7 @@ pub(crate) fn output_never_depends_on_the_pool(device: &Device, make: Make<'_>) 
                     PrefetchTrigger::EndOfLayer,
                 ][i / 4 % 3],
                 top_k: 3,
+                ..CacheOptions::default()
             };
             let cache = cache(&experts, device, make, options.clone());
             for (n, (call, want)) in calls.iter().zip(&want).enumerate() {
