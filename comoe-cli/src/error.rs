@@ -56,6 +56,12 @@ pub(crate) enum Error {
     #[error("terminal: {0}")]
     Terminal(#[from] rustyline::error::ReadlineError),
 
+    #[error("{failed} of {tests} kernel tests failed: do not use this GPU, and report it")]
+    SelfTest { failed: usize, tests: usize },
+
+    #[error(transparent)]
+    Core(#[from] comoe_core::Error),
+
     #[error(transparent)]
     Models(#[from] comoe_models::Error),
 }

@@ -2,6 +2,8 @@
 
 mod args;
 mod chat;
+mod device;
+mod doctor;
 mod error;
 mod generate;
 mod input;
@@ -36,6 +38,7 @@ fn main() -> ExitCode {
     let done = match &cli.command {
         Command::Chat(args) => chat::run(args),
         Command::Generate(args) => generate::run(args),
+        Command::Doctor(args) => doctor::run(args),
     };
     match done {
         Ok(()) => ExitCode::SUCCESS,

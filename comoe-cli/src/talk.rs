@@ -80,6 +80,7 @@ impl<'m> Talk<'m> {
         let options = GenerateOptions {
             max_tokens: self.settings.max_tokens,
             sampler: SamplerOptions { seed, ..self.settings.sampler.clone() },
+            check_every: self.loaded.check,
             ..GenerateOptions::default()
         };
         let (answers, json) = (&mut self.answers, self.settings.output.json);

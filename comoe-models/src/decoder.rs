@@ -13,11 +13,11 @@ use crate::blocks::norm::RmsNorm;
 use crate::blocks::rope::RotaryTable;
 use crate::blocks::router::Router;
 use crate::error::{Error, Result};
-use crate::load::DenseWeights;
+use crate::load::{DenseWeights, DeviceMemory};
 
 /// Tokens of a prompt that go through the model at once. Chunks end at multiples of it, so how a sequence is cut
 /// depends on positions alone.
-const CHUNK: usize = 512;
+pub(crate) const CHUNK: usize = 512;
 
 /// For which tokens of a step logits are wanted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -42,6 +42,7 @@ pub struct Decoder {
     dtype: DType,
     device: Device,
     notes: Vec<String>,
+    memory: Option<DeviceMemory>,
 }
 
 struct Layer {
@@ -119,12 +120,45 @@ impl Decoder {
         let device = device.clone();
         let notes = experts.notes().to_vec();
         let norm = final_norm;
-        Ok(Self { plan, embedding, layers, norm, head, ropes, experts, context, dtype, device, notes })
+        Ok(Self {
+            plan,
+            embedding,
+            layers,
+            norm,
+            head,
+            ropes,
+            experts,
+            context,
+            dtype,
+            device,
+            notes,
+            memory: None,
+        })
     }
 
     pub(crate) fn with_notes(mut self, notes: Vec<String>) -> Self {
         self.notes = notes;
         self
+    }
+
+    pub(crate) fn with_memory(mut self, memory: Option<DeviceMemory>) -> Self {
+        self.memory = memory;
+        self
+    }
+
+    /// What was planned for the GPU's memory; `None` elsewhere.
+    pub fn memory(&self) -> Option<&DeviceMemory> {
+        self.memory.as_ref()
+    }
+
+    /// What the dense part computes in.
+    pub fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    /// Where it computes.
+    pub fn device(&self) -> &Device {
+        &self.device
     }
 
     /// Where what is in force differs from what was asked, and why: of the experts' store and of their cache.

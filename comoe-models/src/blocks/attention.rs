@@ -13,7 +13,7 @@ use crate::arch::AttentionPlan;
 const WALK_UP_TO: usize = 4;
 
 /// Scores held at once, in elements: bounds the memory of a long prompt's attention (64 MiB in F32).
-const SCORES_AT_ONCE: usize = 16 << 20;
+pub(crate) const SCORES_AT_ONCE: usize = 16 << 20;
 
 /// One layer's attention, between the norm before it and the residual addition after it.
 #[derive(Debug, Clone)]

@@ -2,10 +2,12 @@
 
 mod config;
 mod dense;
+mod memory;
 mod open;
 
 pub use config::ConfigFile;
 pub use dense::DenseWeights;
+pub use memory::DeviceMemory;
 pub(crate) use open::open_decoder;
 pub use open::{DEFAULT_CONTEXT, LoadOptions};
 

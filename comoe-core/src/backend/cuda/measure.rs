@@ -2,7 +2,6 @@
 
 use serde::Serialize;
 
-use crate::error::Result;
 #[cfg(any(feature = "cuda", test))]
 use crate::stats::human_bytes;
 
@@ -14,7 +13,7 @@ pub use super::probe::{copy_bandwidth, gpu_report};
 /// # Errors
 /// [`Error::Device`](crate::Error::Device), always.
 #[cfg(not(feature = "cuda"))]
-pub fn gpu_report(ordinal: usize) -> Result<GpuReport> {
+pub fn gpu_report(ordinal: usize) -> crate::Result<GpuReport> {
     Err(super::not_built(format!("cuda:{ordinal}")))
 }
 
@@ -23,7 +22,7 @@ pub fn gpu_report(ordinal: usize) -> Result<GpuReport> {
 /// # Errors
 /// [`Error::Device`](crate::Error::Device), always.
 #[cfg(not(feature = "cuda"))]
-pub fn copy_bandwidth(device: &candle_core::Device, _bytes: usize) -> Result<f64> {
+pub fn copy_bandwidth(device: &candle_core::Device, _bytes: usize) -> crate::Result<f64> {
     Err(super::not_built(format!("{:?}", device.location())))
 }
 
