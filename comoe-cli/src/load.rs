@@ -76,6 +76,13 @@ pub(crate) fn load(folder: PathBuf, args: &ModelArgs, quiet: bool) -> Result<Loa
     };
     let started = Instant::now();
     let model = Model::load(&folder, &opened.device, &options, &|p| bar.show(p));
+    let model = model.and_then(|model| {
+        if on_gpu {
+            bar.preparing();
+            model.decoder().warm_up()?;
+        }
+        Ok(model)
+    });
     let took = started.elapsed();
     bar.clear();
     let mut notes: Vec<String> = opened.note.into_iter().collect();
@@ -201,6 +208,14 @@ impl Bar {
         if self.started.elapsed() >= PATIENCE {
             self.bytes("page-locking {wide_bar} {bytes} of {total_bytes} {eta:>4}", done, total);
         }
+    }
+
+    /// Drawn at once: it is not known how long it takes.
+    fn preparing(&self) {
+        self.bar.set_style(style(
+            "preparing the GPU's kernels (up to half a minute the first time) {elapsed:>4}",
+        ));
+        self.bar.enable_steady_tick(Duration::from_millis(500));
     }
 
     fn bytes(&self, template: &'static str, done: u64, total: u64) {

@@ -173,6 +173,8 @@ pub(crate) fn say_cache(loaded: &Loaded, memory: &MemoryWatch) {
 const LARGE_COPY: usize = 64 << 20;
 /// Transfers that reach less of the measured bandwidth deserve a warning.
 const GOOD_PART: f64 = 0.7;
+/// Fewer bytes than this say nothing about a link: they are over in milliseconds.
+const ENOUGH_BYTES: u64 = 256 << 20;
 /// Copies of less do not fill a link.
 const SMALL_COPY: u64 = 1 << 20;
 
@@ -208,8 +210,9 @@ fn say_link(loaded: &Loaded, stats: &CacheStats) {
 
 /// What to say of transfers that reach `achieved` of `measured` GB/s, with `unlocked` bytes of experts not page-locked.
 fn slow_link(stats: &CacheStats, achieved: f64, measured: f64, unlocked: u64) -> Option<String> {
+    let moved = stats.bytes_moved + stats.prefetched_bytes;
     // A NaN is not below.
-    if achieved >= GOOD_PART * measured || measured.is_nan() {
+    if moved < ENOUGH_BYTES || achieved >= GOOD_PART * measured || measured.is_nan() {
         return None;
     }
     let mut causes = Vec::new();
@@ -219,7 +222,7 @@ fn slow_link(stats: &CacheStats, achieved: f64, measured: f64, unlocked: u64) ->
             human_bytes(unlocked)
         ));
     }
-    let batch = (stats.bytes_moved + stats.prefetched_bytes) / (stats.transfers + stats.prefetched).max(1);
+    let batch = moved / (stats.transfers + stats.prefetched).max(1);
     if batch < SMALL_COPY {
         causes.push(format!("a transfer brings only {}, too little to fill the link", human_bytes(batch)));
     }
@@ -252,7 +255,7 @@ mod tests {
 
     #[test]
     fn slow_transfers_name_their_causes_and_fast_ones_say_nothing() {
-        let large = moved(100 << 20, 10);
+        let large = moved(1 << 30, 100);
         assert_eq!(slow_link(&large, 36.0, 50.0, 1 << 30), None);
         let said = slow_link(&large, 34.0, 50.0, 1 << 30).unwrap();
         assert!(
@@ -260,9 +263,10 @@ mod tests {
             "{said}"
         );
         assert!(!said.contains("too little"), "{said}");
-        let said = slow_link(&moved(1 << 20, 16), 5.0, 50.0, 0).unwrap();
+        let said = slow_link(&moved(1 << 30, 16 << 10), 5.0, 50.0, 0).unwrap();
         assert!(said.contains("only 64.0 KiB") && !said.contains("not page-locked"), "{said}");
         let said = slow_link(&large, 5.0, 50.0, 0).unwrap();
         assert!(said.contains("other work"), "{said}");
+        assert_eq!(slow_link(&moved(100 << 20, 10), 5.0, 50.0, 0), None, "too little to say anything");
     }
 }

@@ -249,7 +249,7 @@ fn capacities_that_do_not_work_say_what_would() {
     assert_eq!(build(Capacity::Bytes(512 * 7 + 100)).unwrap(), 7);
     let error = |capacity| build(capacity).unwrap_err().to_string();
     assert!(error(Capacity::Slots(1)).contains("needs 2"));
-    assert!(error(Capacity::Bytes(600)).contains("at least 1024 bytes (2 slots)"));
+    assert!(error(Capacity::Bytes(600)).contains("needs 2 experts of 512 bytes; give at least 1024"));
     for f in [0.0, 1.5, -1.0, f64::NAN] {
         assert!(error(Capacity::Fraction(f)).contains("above 0"));
     }

@@ -217,6 +217,23 @@ impl Decoder {
         }
     }
 
+    /// Runs two steps of made-up tokens, so that a GPU's kernels are compiled and loaded before the first answer: once
+    /// per driver that takes tens of seconds. The cache's counters start anew.
+    ///
+    /// # Errors
+    /// As [`Self::forward`].
+    pub fn warm_up(&self) -> Result<()> {
+        let mut kv = self.new_kv()?;
+        let prompt = [0; 2];
+        let prompt = &prompt[..prompt.len().min(self.context)];
+        self.forward(prompt, &mut kv, Rows::All)?.to_vec2::<f32>()?;
+        if kv.len() < self.context {
+            self.forward(&[0], &mut kv, Rows::Last)?.to_vec2::<f32>()?;
+        }
+        self.experts.reset_stats();
+        Ok(())
+    }
+
     /// How many of `left` tokens from `position` on go through the model at once.
     pub fn next_chunk(&self, position: usize, left: usize) -> usize {
         left.min(CHUNK - position % CHUNK)

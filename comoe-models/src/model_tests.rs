@@ -430,3 +430,17 @@ fn a_damaged_slot_stops_the_answer_with_the_experts_name() {
     let e = session.generate(&ids(6), &at_most(2), &mut go).unwrap_err();
     assert!(matches!(&e, Error::Core(comoe_core::Error::Stopped { .. })), "{e}");
 }
+
+#[test]
+fn warming_up_leaves_no_trace_but_what_is_in_the_slots() {
+    let dir = folder(&tiny_config());
+    for context in [1, 2, 3, 64] {
+        let options = LoadOptions { context: Some(context), ..LoadOptions::default() };
+        let model = load_with(dir.path(), &options).unwrap();
+        let want = run(&load_with(dir.path(), &options).unwrap(), &ids(1), Rows::All);
+        model.decoder().warm_up().unwrap();
+        let stats = model.experts().stats();
+        assert_eq!((stats.accesses(), stats.records_moved), (0, 0));
+        close(&run(&model, &ids(1), Rows::All), &want, 0.0);
+    }
+}

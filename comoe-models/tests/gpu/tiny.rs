@@ -16,8 +16,10 @@ use comoe_models::{Decoder, Error, GenerateOptions, LoadOptions, Model, Rows};
 /// Largest difference of a logit to the CPU's or to transformers', with F32 between the blocks: only the order of sums
 /// differs. Logits of comoe-tiny reach about 20.
 const F32_TOLERANCE: f32 = 1e-3;
-/// The same with BF16 between the blocks, which has 8 bits of precision.
-const BF16_TOLERANCE: f32 = 0.5;
+/// Norm of the difference to the CPU's F32 logits over their norm, with BF16 between the blocks. A rounded router sends
+/// some tokens to other experts, so single logits say little: transformers' own BF16 run of comoe-tiny is 0.03 to 0.036
+/// from its F32 run, and up to 6.4 off in a single logit.
+const BF16_TOLERANCE: f64 = 0.08;
 
 /// One device for all: a second one would have a stream of its own.
 static GPU: LazyLock<Device> = LazyLock::new(|| cuda_device(0).expect("a CUDA device"));
@@ -83,6 +85,13 @@ fn worst(a: &[f32], b: &[f32]) -> f32 {
     differences.fold(0.0, |worst, d| if d.is_nan() { f32::INFINITY } else { worst.max(d) })
 }
 
+/// Norm of the difference over the norm of `want`. NaN when either holds one.
+fn relative(have: &[f32], want: &[f32]) -> f64 {
+    let square = |v: f32| f64::from(v) * f64::from(v);
+    let off: f64 = have.iter().zip(want).map(|(h, w)| square(h - w)).sum();
+    (off / want.iter().map(|w| square(*w)).sum::<f64>()).sqrt()
+}
+
 fn bits(values: &[f32]) -> Vec<u32> {
     values.iter().map(|v| v.to_bits()).collect()
 }
@@ -103,7 +112,7 @@ fn bits_do_not_depend_on_how_experts_are_kept_and_are_near_the_cpus() {
     for format in [None, Some(ExpertFormat::INT8), Some(ExpertFormat::INT4)] {
         let cpu_options = LoadOptions { format, cache_dir: Some(converted()), ..LoadOptions::default() };
         let cpu = open(&Device::Cpu, &cpu_options);
-        for (dtype, tolerance) in [(DType::F32, F32_TOLERANCE), (DType::BF16, BF16_TOLERANCE)] {
+        for dtype in [DType::F32, DType::BF16] {
             for resident in [ResidentFormat::AsStored, ResidentFormat::Bf16] {
                 if format.is_none() && resident == ResidentFormat::Bf16 {
                     continue; // The checkpoint is in BF16: nothing is expanded.
@@ -116,9 +125,14 @@ fn bits_do_not_depend_on_how_experts_are_kept_and_are_near_the_cpus() {
                 let want: Vec<_> = cases.iter().map(|(prompt, n)| greedy(&all, prompt, *n)).collect();
                 for ((prompt, _), (tokens, _)) in cases.iter().zip(&want) {
                     let ids: Vec<u32> = prompt.iter().chain(tokens).copied().collect();
-                    let off = worst(&at_once(&all, &ids), &at_once(&cpu, &ids));
-                    println!("{what}: {} tokens at once, {off:.1e} from the CPU's logits", ids.len());
-                    assert!(off < tolerance, "{what}: {off} from the CPU's logits");
+                    let (have, want) = (at_once(&all, &ids), at_once(&cpu, &ids));
+                    let (off, part) = (worst(&have, &want), relative(&have, &want));
+                    println!("{what}: {} tokens, {off:.1e} ({part:.1e} of the norm) from the CPU", ids.len());
+                    let near = match dtype {
+                        DType::F32 => off < F32_TOLERANCE,
+                        _ => part < BF16_TOLERANCE,
+                    };
+                    assert!(near, "{what}: {off} ({part} of the norm) from the CPU's logits");
                 }
                 // Top-k, below and at one token's worth, at and around a slot per expert of half the layers, all but one.
                 for (i, slots) in [2, 3, 11, 12, 13, 24, 47, 48, 72, 95, 96].into_iter().enumerate() {
