@@ -95,6 +95,8 @@ fn contenders(device: &Device) -> Vec<(&'static str, Contender)> {
 
 /// Candle's logits must be ours, or the comparison compares nothing.
 fn same_model(script: &Script, contenders: &mut [(&str, Contender)]) {
+    let [(_, candle), ..] = contenders else { return };
+    candle.round(script);
     let [(_, Contender::Candle(_, logits)), (_, Contender::Comoe(tiny)), ..] = contenders else { return };
     let theirs = logits.flatten_all().and_then(|l| l.to_vec1::<f32>()).expect("logits");
     tiny.begin(script).expect("the prompt runs");

@@ -119,18 +119,15 @@ impl DecodeArgs {
 pub(crate) struct TransferArgs {
     /// Whose records are moved.
     #[arg(default_value = "qwen3-30b-a3b")]
-    #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "needs a GPU"))]
     pub(crate) shape: String,
     /// Their format.
     #[arg(long, default_value = "int4")]
-    #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "needs a GPU"))]
     pub(crate) format: ExpertFormat,
     /// N of cuda:N.
     #[arg(long, default_value_t = 0)]
     pub(crate) ordinal: usize,
     /// One JSON object instead of tables.
     #[arg(long)]
-    #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "needs a GPU"))]
     pub(crate) json: bool,
 }
 
