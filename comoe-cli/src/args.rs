@@ -7,6 +7,7 @@ use clap::{Args, Parser, Subcommand};
 use comoe_core::{Capacity, ExpertFormat, PolicyKind, Prefetch, Scope};
 
 use crate::size::parse_size;
+use crate::trace::TraceCommand;
 
 const AFTER_HELP: &str = "\
 The answer goes to standard output, everything else to standard error.
@@ -31,6 +32,9 @@ pub(crate) enum Command {
     Chat(ChatArgs),
     /// Answer one prompt.
     Generate(GenerateArgs),
+    /// Record routing, look at it, and play policies and predictors over it.
+    #[command(subcommand)]
+    Trace(TraceCommand),
 }
 
 #[derive(Debug, Args)]
@@ -85,7 +89,7 @@ pub(crate) struct ModelArgs {
     /// Which expert leaves when a slot is needed
     #[arg(
         long, default_value = "lru", help_heading = "Experts and memory",
-        value_parser = PossibleValuesParser::new(["lru", "lfu", "lfru"]).try_map(|s| s.parse::<PolicyKind>())
+        value_parser = PossibleValuesParser::new(PolicyKind::ALL.map(PolicyKind::name)).try_map(|s| s.parse::<PolicyKind>())
     )]
     pub(crate) policy: PolicyKind,
     /// Whether each layer has slots of its own or all layers share them
@@ -97,7 +101,7 @@ pub(crate) struct ModelArgs {
     /// What is brought ahead of time
     #[arg(
         long, default_value = "off", help_heading = "Experts and memory",
-        value_parser = PossibleValuesParser::new(["off", "correlation"]).try_map(|s| s.parse::<Prefetch>())
+        value_parser = PossibleValuesParser::new(Prefetch::ALL.map(Prefetch::name)).try_map(|s| s.parse::<Prefetch>())
     )]
     pub(crate) prefetch: Prefetch,
 }
@@ -123,7 +127,7 @@ pub(crate) enum Format {
     Converted(ExpertFormat),
 }
 
-fn parse_positive(text: &str) -> Result<usize, String> {
+pub(crate) fn parse_positive(text: &str) -> Result<usize, String> {
     match text.parse() {
         Ok(n) if n > 0 => Ok(n),
         _ => Err("expected a whole number of at least 1".into()),
@@ -184,6 +188,9 @@ pub(crate) struct OutputArgs {
     /// Print nothing but the answer, warnings and errors
     #[arg(long, short, help_heading = "Output")]
     pub(crate) quiet: bool,
+    /// Record which experts every token chose; see `comoe trace`
+    #[arg(long, value_name = "FILE", help_heading = "Output")]
+    pub(crate) trace: Option<PathBuf>,
 }
 
 #[cfg(test)]
@@ -196,7 +203,7 @@ mod tests {
         let all = ["comoe", "generate", "--prompt", "x"].iter().chain(args);
         match Cli::try_parse_from(all)?.command {
             Command::Generate(g) => Ok(g),
-            Command::Chat(_) => unreachable!("generate was asked for"),
+            other => unreachable!("generate was asked for, not {other:?}"),
         }
     }
 

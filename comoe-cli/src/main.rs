@@ -14,6 +14,7 @@ mod sampling;
 mod size;
 mod sys;
 mod talk;
+mod trace;
 
 use std::process::ExitCode;
 
@@ -36,6 +37,7 @@ fn main() -> ExitCode {
     let done = match &cli.command {
         Command::Chat(args) => chat::run(args),
         Command::Generate(args) => generate::run(args),
+        Command::Trace(command) => trace::run(command),
     };
     match done {
         Ok(()) => ExitCode::SUCCESS,

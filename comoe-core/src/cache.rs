@@ -12,10 +12,11 @@ use crate::expert::{ExpertId, ExpertLayout, ExpertSpec};
 use crate::format::ExpertFormat;
 use crate::policy::PolicyKind;
 use crate::pool::{Pool, PoolShape};
-use crate::predict::{Correlation, Prefetch};
+use crate::predict::{Combined, Correlation, EvidenceGate, GateOptions, Predictor, Prefetch};
 use crate::schedule::{Engine, Need, PrefetchEngine, PrefetchTrigger, Rules, Step};
 use crate::stats::CacheStats;
 use crate::store::{Directory, ExpertStore, RecordIndex, RecordSource};
+use crate::trace::{Routed, RoutingObserver};
 
 /// How many records the pool holds.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
@@ -134,7 +135,7 @@ impl CacheOptions {
         let staging = match prefetch {
             Prefetch::Off => 0,
             // Room for what was guessed for this layer and for the next.
-            Prefetch::Correlation => 2 * self.prefetch_width(),
+            Prefetch::Correlation | Prefetch::Auto => 2 * self.prefetch_width(),
         };
         let one_token = experts.len() * self.top_k.max(1);
         let shape = if self.scope == Scope::Global {
@@ -258,19 +259,33 @@ impl<S> CacheBuilder<S> {
         let info = backend.info();
         let records = directory.len();
         let pool = Pool::new(layout.shape, records, |slots| options.policy.build(slots, records));
+        let experts: Vec<usize> = directory.layers().iter().map(|e| e.experts).collect();
+        let (trigger, width) = (options.prefetch_trigger, options.prefetch_width());
+        let prefetch = |predictor: Box<dyn Predictor>, gate| {
+            Some(PrefetchEngine::new(predictor, trigger, width, gate))
+        };
         let prefetch = match layout.prefetch {
             Prefetch::Off => None,
-            Prefetch::Correlation => {
-                let experts: Vec<usize> = directory.layers().iter().map(|e| e.experts).collect();
-                let predictor = Box::new(Correlation::new(&experts));
-                Some(PrefetchEngine::new(predictor, options.prefetch_trigger, options.prefetch_width()))
+            Prefetch::Correlation => prefetch(Box::new(Correlation::new(&experts, 1)), None),
+            Prefetch::Auto => {
+                let gate = EvidenceGate::new(experts.len(), GateOptions::new(width));
+                prefetch(Box::new(Combined::new(&experts, 1)), Some(gate))
             }
         };
         let engine = Engine::new(backend, directory.clone(), pool, prefetch, slot_bytes, rules)?;
         for note in layout.notes.iter().chain(&info.notes) {
             tracing::warn!("{note}");
         }
-        Ok((Core { engine: Mutex::new(engine), directory, source, info, notes: layout.notes, device }, store))
+        let core = Core {
+            engine: Mutex::new(engine),
+            directory,
+            source,
+            info,
+            notes: layout.notes,
+            device,
+            observer: Mutex::new(None),
+        };
+        Ok((core, store))
     }
 }
 
@@ -300,9 +315,17 @@ struct Core {
     info: BackendInfo,
     notes: Vec<String>,
     device: Device,
+    observer: Mutex<Option<Box<dyn RoutingObserver>>>,
 }
 
 impl Core {
+    /// Tells the observer, if there is one.
+    fn observed(&self, step: &Routed<'_>) {
+        if let Some(observer) = self.observer.lock().unwrap_or_else(PoisonError::into_inner).as_mut() {
+            observer.step(step);
+        }
+    }
+
     /// Callers take turns. A panic in another thread leaves the engine as an error would: its own state decides.
     fn engine(&self) -> MutexGuard<'_, Engine> {
         self.engine.lock().unwrap_or_else(PoisonError::into_inner)
@@ -408,6 +431,12 @@ impl ExpertCache {
         self.layouts[0].format
     }
 
+    /// From now on `observer` sees the routing of every layer step, before it runs; `None` ends that. Without one a step
+    /// pays for one uncontended lock.
+    pub fn observe(&self, observer: Option<Box<dyn RoutingObserver>>) {
+        *self.core.observer.lock().unwrap_or_else(PoisonError::into_inner) = observer;
+    }
+
     shared_methods!();
 }
 
@@ -480,6 +509,7 @@ impl CacheLayer<'_> {
             return Err(Error::BadRoutingWeight { layer: self.layer, token: at / top_k, value: weights[at] });
         }
         let needs = core.needs(ordinal, &choices)?;
+        core.observed(&Routed { layer: ordinal, top_k, choices: &choices, weights: Some(&weights) });
         let work = Work::Ffn { spec, layout: &self.cache.layouts[ordinal], x, weights: &weights, top_k };
         core.engine().step(Step { layer: ordinal, needs, choices: &choices, top_k, work })
     }

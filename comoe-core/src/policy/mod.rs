@@ -28,6 +28,10 @@ pub trait EvictionPolicy: Send {
     /// A record was accessed, was not resident, and is now.
     fn insert(&mut self, record: RecordIndex);
 
+    /// A record was accessed, was not resident, and is not now either (there was no room for it, or it was not
+    /// admitted).
+    fn pass(&mut self, record: RecordIndex);
+
     /// A record left its slot.
     fn remove(&mut self, record: RecordIndex);
 
@@ -52,6 +56,18 @@ pub enum PolicyKind {
 }
 
 impl PolicyKind {
+    /// Every policy.
+    pub const ALL: [Self; 3] = [Self::Lru, Self::Lfu, Self::Lfru];
+
+    /// The name, as it is given on a command line.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Lru => "lru",
+            Self::Lfu => "lfu",
+            Self::Lfru => "lfru",
+        }
+    }
+
     /// Makes the policy for a partition of `slots` slots, with `records` records in the whole store.
     pub fn build(self, slots: usize, records: usize) -> Box<dyn EvictionPolicy> {
         match self {
@@ -64,11 +80,7 @@ impl PolicyKind {
 
 impl fmt::Display for PolicyKind {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Lru => "lru",
-            Self::Lfu => "lfu",
-            Self::Lfru => "lfru",
-        })
+        f.write_str(self.name())
     }
 }
 
@@ -76,15 +88,11 @@ impl FromStr for PolicyKind {
     type Err = Error;
 
     fn from_str(s: &str) -> Result<Self, Error> {
-        match s {
-            "lru" => Ok(Self::Lru),
-            "lfu" => Ok(Self::Lfu),
-            "lfru" => Ok(Self::Lfru),
-            _ => Err(Error::BadArgument {
-                what: "policy",
-                reason: format!("{s:?} is unknown: use lru, lfu or lfru"),
-            }),
-        }
+        let known = Self::ALL.into_iter().find(|kind| kind.name() == s);
+        known.ok_or_else(|| Error::BadArgument {
+            what: "policy",
+            reason: format!("{s:?} is unknown: use one of {}", Self::ALL.map(Self::name).join(", ")),
+        })
     }
 }
 
