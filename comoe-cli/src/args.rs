@@ -88,7 +88,7 @@ pub(crate) struct ModelArgs {
     pub(crate) format: Format,
     /// Which expert leaves when a slot is needed
     #[arg(
-        long, default_value = "lru", help_heading = "Experts and memory",
+        long, default_value = "auto", help_heading = "Experts and memory",
         value_parser = PossibleValuesParser::new(PolicyKind::ALL.map(PolicyKind::name)).try_map(|s| s.parse::<PolicyKind>())
     )]
     pub(crate) policy: PolicyKind,

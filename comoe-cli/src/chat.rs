@@ -15,8 +15,8 @@ use crate::load::{self, Loaded};
 use crate::output::say;
 use crate::places::CacheFolder;
 use crate::sys::{MemoryWatch, catch_interrupts};
-use crate::trace::Recording;
 use crate::talk::{Settings, Talk, check_prompt};
+use crate::trace::Recording;
 use crate::{model_path, report, sampling};
 
 const HELP: &str = "\
@@ -33,7 +33,8 @@ pub(crate) fn run(args: &ChatArgs) -> Result<()> {
     let sampler = sampling::options(&args.sampler, &folder)?;
     let loaded = load::load(folder, &args.model, args.output.quiet)?;
     let settings = Settings { sampler, max_tokens: args.sampler.max_tokens, output: &args.output };
-    let recording = args.output.trace.as_deref().map(|path| Recording::start(path, &loaded, true)).transpose()?;
+    let recording =
+        args.output.trace.as_deref().map(|path| Recording::start(path, &loaded, true)).transpose()?;
     let mut talk = match args.sampler.raw {
         true => Talk::without_template(&loaded, settings, Some(&memory)),
         false => Talk::new(&loaded, args.system.as_deref(), settings, Some(&memory)),

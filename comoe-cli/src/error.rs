@@ -38,7 +38,7 @@ pub(crate) enum Error {
     #[error("{}: no prompts in it; give one a line", path.display())]
     NoPrompts { path: PathBuf },
 
-    #[error("--batch cannot play {policy}: give --policy lru, lfu or lfru, which need no foresight")]
+    #[error("--batch cannot play {policy}: give --policy lru, lfu, lfru or aged, which need no foresight")]
     BatchPolicy { policy: String },
 
     #[error("{}: drawing failed: {reason}", path.display())]

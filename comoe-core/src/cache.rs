@@ -12,7 +12,7 @@ use crate::expert::{ExpertId, ExpertLayout, ExpertSpec};
 use crate::format::ExpertFormat;
 use crate::policy::PolicyKind;
 use crate::pool::{Pool, PoolShape};
-use crate::predict::{Combined, Correlation, EvidenceGate, GateOptions, Predictor, Prefetch};
+use crate::predict::{Correlation, EvidenceGate, GateOptions, Predictor, Prefetch};
 use crate::schedule::{Engine, Need, PrefetchEngine, PrefetchTrigger, Rules, Step};
 use crate::stats::CacheStats;
 use crate::store::{Directory, ExpertStore, RecordIndex, RecordSource};
@@ -192,7 +192,7 @@ impl<S> CacheBuilder<S> {
         self
     }
 
-    /// Who leaves when a slot is needed. Default: LRU.
+    /// Who leaves when a slot is needed. Default: [`PolicyKind::Auto`].
     pub fn policy(mut self, policy: PolicyKind) -> Self {
         self.options.policy = policy;
         self
@@ -258,18 +258,20 @@ impl<S> CacheBuilder<S> {
         };
         let info = backend.info();
         let records = directory.len();
-        let pool = Pool::new(layout.shape, records, |slots| options.policy.build(slots, records));
+        let policy = options.policy.in_force(matches!(device, Device::Cuda(_)));
+        let sharing = directory.layers().len().div_ceil(layout.shape.partitions.len().max(1));
+        let per_token = options.top_k.max(1) * sharing;
+        let pool = Pool::new(layout.shape, records, |slots| policy.build(slots, records, per_token));
         let experts: Vec<usize> = directory.layers().iter().map(|e| e.experts).collect();
         let (trigger, width) = (options.prefetch_trigger, options.prefetch_width());
-        let prefetch = |predictor: Box<dyn Predictor>, gate| {
-            Some(PrefetchEngine::new(predictor, trigger, width, gate))
-        };
+        let prefetch =
+            |predictor: Box<dyn Predictor>, gate| Some(PrefetchEngine::new(predictor, trigger, width, gate));
         let prefetch = match layout.prefetch {
             Prefetch::Off => None,
             Prefetch::Correlation => prefetch(Box::new(Correlation::new(&experts, 1)), None),
             Prefetch::Auto => {
                 let gate = EvidenceGate::new(experts.len(), GateOptions::new(width));
-                prefetch(Box::new(Combined::new(&experts, 1)), Some(gate))
+                prefetch(Box::new(Correlation::new(&experts, 1)), Some(gate))
             }
         };
         let engine = Engine::new(backend, directory.clone(), pool, prefetch, slot_bytes, rules)?;
@@ -283,6 +285,7 @@ impl<S> CacheBuilder<S> {
             info,
             notes: layout.notes,
             device,
+            policy,
             observer: Mutex::new(None),
         };
         Ok((core, store))
@@ -315,6 +318,7 @@ struct Core {
     info: BackendInfo,
     notes: Vec<String>,
     device: Device,
+    policy: PolicyKind,
     observer: Mutex<Option<Box<dyn RoutingObserver>>>,
 }
 
@@ -380,6 +384,11 @@ macro_rules! shared_methods {
         /// Where what is in force differs from what was asked, and why.
         pub fn notes(&self) -> &[String] {
             &self.core.notes
+        }
+
+        /// The policy in force, also where [`PolicyKind::Auto`] was asked for.
+        pub fn policy(&self) -> PolicyKind {
+            self.core.policy
         }
 
         /// The records that the cache serves.

@@ -227,7 +227,9 @@ pub enum Error {
     },
 
     /// A routing trace of another model.
-    #[error("the trace was recorded from {recorded:?}, which is not this model: {reason}; record one from this model")]
+    #[error(
+        "the trace was recorded from {recorded:?}, which is not this model: {reason}; record one from this model"
+    )]
     TraceOfAnotherModel {
         /// The model that the trace names.
         recorded: String,

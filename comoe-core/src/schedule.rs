@@ -107,7 +107,8 @@ impl PrefetchEngine {
     /// Tells the gate what became of the guesses for `layer`, now that its set is known.
     fn judge(&mut self, layer: usize, split: &Split) {
         let pending = std::mem::take(&mut self.pending);
-        let Some(gate) = self.gate.as_mut().filter(|_| self.pending_for == layer && !pending.is_empty()) else {
+        let Some(gate) = self.gate.as_mut().filter(|_| self.pending_for == layer && !pending.is_empty())
+        else {
             return;
         };
         let has = |items: &[WorkItem], record| items.iter().any(|i| i.record == record);

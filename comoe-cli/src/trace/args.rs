@@ -6,7 +6,7 @@ use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::{Args, Subcommand};
 use comoe_core::Scope;
 use comoe_core::policy::PolicyKind;
-use comoe_core::replay::{Eviction, Grouping, PredictorKind, ReplayPolicy};
+use comoe_core::replay::{Eviction, Grouping, PredictorKind, ReplayPolicy, Span};
 
 use crate::args::{ModelArgs, SamplerArgs, parse_positive};
 
@@ -73,8 +73,13 @@ pub(crate) struct ReplayArgs {
         default_value = "8,16,32,64"
     )]
     pub(crate) slots_per_layer: Vec<usize>,
-    /// Policies: lru, lfu, lfru, belady, static, lfru-admit, or lfru:A with a half-life of A accesses per slot
-    #[arg(long, value_name = "P,..", value_delimiter = ',', default_value = "lru,lfu,lfru,belady,static")]
+    /// Policies: lru, lfu, lfru, aged, belady, static, lfru-admit, or lfru:T with a half-life of T tokens
+    #[arg(
+        long,
+        value_name = "P,..",
+        value_delimiter = ',',
+        default_value = "lru,lfu,lfru,aged,belady,static"
+    )]
     pub(crate) policy: Vec<ReplayPolicy>,
     /// Whether each layer has slots of its own or all layers share them
     #[arg(
@@ -82,6 +87,9 @@ pub(crate) struct ReplayArgs {
         value_parser = PossibleValuesParser::new(["layer", "global"]).try_map(|s| s.parse::<Scope>())
     )]
     pub(crate) scope: Vec<Scope>,
+    /// Which generated tokens count; those before them warm
+    #[arg(long, default_value = "all", value_parser = parse_span, value_name = "all|first-half|second-half")]
+    pub(crate) count: Span,
     /// Play so many sequences at a time, several separated by commas; they are the trace's turns, or runs of its
     /// generated tokens
     #[arg(long, value_name = "B,..", value_delimiter = ',', value_parser = parse_positive)]
@@ -133,11 +141,20 @@ pub(crate) struct PlotArgs {
     #[arg(long, short, value_name = "FILE")]
     pub(crate) output: PathBuf,
     /// Policies to compare; belady is always drawn, as the ceiling
-    #[arg(long, value_name = "P,..", value_delimiter = ',', default_value = "lru,lfu,lfru")]
+    #[arg(long, value_name = "P,..", value_delimiter = ',', default_value = "lru,lfu,lfru,aged")]
     pub(crate) policy: Vec<ReplayPolicy>,
     /// Slots of each layer's LRU for recall on misses [default: a quarter of the experts]
     #[arg(long, value_name = "N", value_parser = parse_positive)]
     pub(crate) slots: Option<usize>,
+}
+
+fn parse_span(text: &str) -> Result<Span, String> {
+    match text {
+        "all" => Ok(Span::All),
+        "first-half" => Ok(Span::FirstHalf),
+        "second-half" => Ok(Span::SecondHalf),
+        _ => Err("use all, first-half or second-half".into()),
+    }
 }
 
 fn parse_grouping(text: &str) -> Result<Grouping, String> {

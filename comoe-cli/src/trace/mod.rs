@@ -53,7 +53,11 @@ fn table(rows: &[Vec<String>]) -> String {
             .iter()
             .zip(&widths)
             .enumerate()
-            .map(|(c, (cell, &width))| if c == 0 { format!("{cell:<width$}") } else { format!("{cell:>width$}") })
+            .map(
+                |(c, (cell, &width))| {
+                    if c == 0 { format!("{cell:<width$}") } else { format!("{cell:>width$}") }
+                },
+            )
             .collect();
         text += cells.join("  ").trim_end();
         text.push('\n');

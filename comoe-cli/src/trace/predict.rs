@@ -54,7 +54,8 @@ pub(crate) fn run(args: &PredictArgs) -> Result<()> {
     if args.json {
         return print(&json(&lines));
     }
-    let head = ["predictor", "depth", "k", "recall %", "slots", "of misses %", "misses", "wasted per useful byte"];
+    let head =
+        ["predictor", "depth", "k", "recall %", "slots", "of misses %", "misses", "wasted per useful byte"];
     let mut rows = vec![head.map(String::from).to_vec()];
     rows.extend(lines.iter().map(|l| {
         vec![

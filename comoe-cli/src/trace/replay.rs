@@ -1,6 +1,6 @@
 //! `comoe trace replay`.
 
-use comoe_core::replay::{BatchOptions, Eviction, Grouping, replay, replay_batches};
+use comoe_core::replay::{BatchOptions, Eviction, Grouping, replay_batches, replay_span};
 use comoe_core::stats::human_bytes;
 use comoe_core::trace::Trace;
 use serde::Serialize;
@@ -49,7 +49,7 @@ fn single(args: &ReplayArgs, trace: &Trace) -> Result<()> {
         for &policy in &args.policy {
             let mut row = vec![policy.to_string()];
             for &slots in &args.slots_per_layer {
-                let score = replay(trace, policy, scope, slots);
+                let score = replay_span(trace, policy, scope, slots, args.count);
                 row.push(format!("{:.2}", 100.0 * score.hit_rate()));
                 lines.push(Line {
                     policy: policy.to_string(),
@@ -79,7 +79,9 @@ fn batched(args: &ReplayArgs, trace: &Trace) -> Result<()> {
     let sequences = args.batch.iter().copied().fold(1, lcm) * 2;
     let mut lines = Vec::new();
     let mut rows = vec![
-        ["policy", "scope", "slots", "batch", "union", "% hits", "missed per token"].map(String::from).to_vec(),
+        ["policy", "scope", "slots", "batch", "union", "% hits", "missed per token"]
+            .map(String::from)
+            .to_vec(),
     ];
     for &scope in &args.scope {
         for &policy in &policies {

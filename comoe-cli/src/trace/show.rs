@@ -64,9 +64,19 @@ fn shown<'a>(trace: &'a Trace, summary: &'a Summary) -> Shown<'a> {
 fn text(trace: &Trace, summary: &Summary) -> String {
     let info = trace.info();
     let mut rows = vec![
-        ["layer", "experts", "used", "entropy", "of at most", "overlap", "reuse median", "reuse p90", "most used"]
-            .map(String::from)
-            .to_vec(),
+        [
+            "layer",
+            "experts",
+            "used",
+            "entropy",
+            "of at most",
+            "overlap",
+            "reuse median",
+            "reuse p90",
+            "most used",
+        ]
+        .map(String::from)
+        .to_vec(),
     ];
     let number = |n: Option<usize>| n.map_or_else(|| "-".to_owned(), |n| n.to_string());
     let percent = |p: Option<f64>| p.map_or_else(|| "-".to_owned(), |p| format!("{:.1} %", 100.0 * p));

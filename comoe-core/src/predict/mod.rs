@@ -61,7 +61,8 @@ pub enum Prefetch {
     Off,
     /// What [`Correlation`] predicts for the next layer.
     Correlation,
-    /// What [`Combined`] predicts, in layers where it pays: judged all the time by an [`EvidenceGate`].
+    /// What [`Correlation`] predicts, in layers where it pays: judged all the time by an [`EvidenceGate`]. ([`Combined`]
+    /// guesses more accesses, but no more of those that miss: comoe-bench/RESULTS-routing.md.)
     Auto,
 }
 

@@ -84,7 +84,7 @@ pub fn replay_batches(trace: &Trace, options: &BatchOptions) -> Result<BatchScor
         .iter()
         .map(|n| {
             let slots = slots.min(n.records);
-            Partition::new(options.policy.build(slots, n.records), n.records, slots)
+            Partition::new(options.policy.build(slots, n.records, n.per_token(trace)), n.records, slots)
         })
         .collect();
 

@@ -30,7 +30,7 @@ use crate::trace::{Phase, Trace};
 pub enum ReplayPolicy {
     /// One that needs no foresight.
     Online(PolicyKind),
-    /// LFRU with a half-life of so many accesses per slot; for finding the best.
+    /// LFRU with a half-life of so many tokens; for finding the best.
     LfruWith(f64),
     /// LFRU that leaves a missed record out when its score is below that of the record that would have to leave.
     LfruAdmit,
@@ -45,7 +45,7 @@ impl fmt::Display for ReplayPolicy {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Online(kind) => kind.fmt(f),
-            Self::LfruWith(accesses) => write!(f, "lfru:{accesses}"),
+            Self::LfruWith(tokens) => write!(f, "lfru:{tokens}"),
             Self::LfruAdmit => f.write_str("lfru-admit"),
             Self::Belady => f.write_str("belady"),
             Self::Static => f.write_str("static"),
@@ -64,12 +64,11 @@ impl FromStr for ReplayPolicy {
             _ => {
                 let half_life = s.strip_prefix("lfru:").and_then(|a| a.parse().ok());
                 match half_life.filter(|a: &f64| a.is_finite() && *a > 0.0) {
-                    Some(accesses) => Ok(Self::LfruWith(accesses)),
+                    Some(tokens) => Ok(Self::LfruWith(tokens)),
                     None => s.parse().map(Self::Online).map_err(|_| Error::BadArgument {
                         what: "policy",
                         reason: format!(
-                            "{s:?} is unknown: use {}, belady, static, lfru-admit, or lfru:ACCESSES with a half-life \
-                             in accesses per slot",
+                            "{s:?} is unknown: use {}, belady, static, lfru-admit, or lfru:TOKENS with its half-life",
                             PolicyKind::ALL.map(PolicyKind::name).join(", ")
                         ),
                     }),
@@ -97,20 +96,56 @@ impl Score {
     }
 }
 
+/// Which generated tokens are counted. All before them warm.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Span {
+    /// All.
+    #[default]
+    All,
+    /// The first half: where parameters are fitted.
+    FirstHalf,
+    /// The second half: where they are judged.
+    SecondHalf,
+}
+
+impl Span {
+    /// Token numbers of the span.
+    fn tokens(self, trace: &Trace) -> Range<usize> {
+        let (first, second) = trace.halves();
+        match self {
+            Self::All => 0..trace.tokens().len(),
+            Self::FirstHalf => first,
+            Self::SecondHalf => second,
+        }
+    }
+}
+
 /// Plays `policy` over `trace` with `slots_per_layer` slots a layer: each layer's own, or that times the layers in all.
 pub fn replay(trace: &Trace, policy: ReplayPolicy, scope: Scope, slots_per_layer: usize) -> Score {
+    replay_span(trace, policy, scope, slots_per_layer, Span::All)
+}
+
+/// As [`replay`], counted over a part of the tokens.
+pub fn replay_span(
+    trace: &Trace,
+    policy: ReplayPolicy,
+    scope: Scope,
+    slots_per_layer: usize,
+    span: Span,
+) -> Score {
+    let span = span.tokens(trace);
     match scope {
         Scope::Layer => {
             let mut sum = Score::default();
             for l in 0..trace.layers() {
-                let score = play(trace, policy, l..l + 1, slots_per_layer);
+                let score = play(trace, policy, l..l + 1, slots_per_layer, &span);
                 sum.hits += score.hits;
                 sum.accesses += score.accesses;
                 sum.bytes_missed += score.bytes_missed;
             }
             sum
         }
-        Scope::Global => play(trace, policy, 0..trace.layers(), slots_per_layer * trace.layers()),
+        Scope::Global => play(trace, policy, 0..trace.layers(), slots_per_layer * trace.layers(), &span),
     }
 }
 
@@ -207,6 +242,11 @@ impl Numbering {
         Self { layers, first, records: entries.iter().map(|e| e.experts).sum() }
     }
 
+    /// Accesses that a token makes.
+    fn per_token(&self, trace: &Trace) -> usize {
+        trace.info().top_k.max(1) * self.layers.len()
+    }
+
     /// The set of (token, layer).
     fn set<'t>(&self, trace: &'t Trace, token: usize, layer: usize) -> impl Iterator<Item = u32> + use<'t> {
         let base = trace.info().directory.layers()[layer].first - self.first;
@@ -220,7 +260,7 @@ impl Numbering {
     }
 
     /// Calls `step`, which says how many of a set were hits, with every set, and counts.
-    fn count(&self, trace: &Trace, mut step: impl FnMut(&[u32]) -> u64) -> Score {
+    fn count(&self, trace: &Trace, span: &Range<usize>, mut step: impl FnMut(&[u32]) -> u64) -> Score {
         let mut score = Score::default();
         let mut set = Vec::new();
         for (t, token) in trace.tokens().iter().enumerate() {
@@ -228,7 +268,7 @@ impl Numbering {
                 set.clear();
                 set.extend(self.set(trace, t, l));
                 let hits = step(&set);
-                if token.phase == Phase::Decode {
+                if token.phase == Phase::Decode && span.contains(&t) {
                     score.hits += hits;
                     score.accesses += set.len() as u64;
                     let bytes = trace.info().directory.layers()[l].record_bytes as u64;
@@ -240,10 +280,17 @@ impl Numbering {
     }
 }
 
-fn play(trace: &Trace, policy: ReplayPolicy, layers: Range<usize>, slots: usize) -> Score {
+fn play(
+    trace: &Trace,
+    policy: ReplayPolicy,
+    layers: Range<usize>,
+    slots: usize,
+    span: &Range<usize>,
+) -> Score {
     let numbering = Numbering::new(trace, layers);
     let records = numbering.records;
     let slots = slots.min(records);
+    let per_token = numbering.per_token(trace);
     let policy: Box<dyn EvictionPolicy> = match policy {
         ReplayPolicy::Static => {
             let mut uses = vec![0u64; records];
@@ -253,21 +300,21 @@ fn play(trace: &Trace, policy: ReplayPolicy, layers: Range<usize>, slots: usize)
             let mut held = vec![false; records];
             order.iter().take(slots).for_each(|&r| held[r as usize] = true);
             return numbering
-                .count(trace, |set| set.iter().filter(|&&r| held[r as usize]).count() as u64);
+                .count(trace, span, |set| set.iter().filter(|&&r| held[r as usize]).count() as u64);
         }
         ReplayPolicy::LfruAdmit => {
             let policy = Box::new(Lfru::for_slots(slots, records));
             let mut partition = Partition::new(policy, records, slots);
             let admits = |p: &Lfru, record, victim| p.would_outrank(record, victim);
-            return numbering.count(trace, |set| partition.step_with(set, admits));
+            return numbering.count(trace, span, |set| partition.step_with(set, admits));
         }
-        ReplayPolicy::Online(kind) => kind.build(slots, records),
-        ReplayPolicy::LfruWith(per_slot) => Box::new(Lfru::new(per_slot * slots.max(1) as f64, records)),
+        ReplayPolicy::Online(kind) => kind.build(slots, records, per_token),
+        ReplayPolicy::LfruWith(tokens) => Box::new(Lfru::new(tokens * per_token as f64, records)),
         ReplayPolicy::Belady => {
             let future: Vec<_> = numbering.accesses(trace).map(RecordIndex).collect();
             Box::new(Belady::new(&future, records))
         }
     };
     let mut partition = Partition::new(policy, records, slots);
-    numbering.count(trace, |set| partition.step(set))
+    numbering.count(trace, span, |set| partition.step(set))
 }

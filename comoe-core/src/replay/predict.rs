@@ -142,7 +142,7 @@ pub fn recall_by_layer(trace: &Trace, options: &PredictOptions) -> Vec<PredictSc
         .iter()
         .map(|&n| {
             let slots = options.slots.min(n);
-            Partition::new(PolicyKind::Lru.build(slots, n), n, slots)
+            Partition::new(PolicyKind::Lru.build(slots, n, 1), n, slots)
         })
         .collect();
     let mut scores = vec![PredictScore::default(); layers];

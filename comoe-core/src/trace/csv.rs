@@ -198,8 +198,7 @@ impl RouteRows {
             for row in set {
                 let hit = resident[record(row).0 as usize];
                 let told = row.bytes_loaded == 0;
-                mismatches +=
-                    usize::from(told != hit || row.phase == Phase::Decode && row.resident != hit);
+                mismatches += usize::from(told != hit || row.phase == Phase::Decode && row.resident != hit);
             }
             for r in set.iter().map(record) {
                 if std::mem::replace(&mut resident[r.0 as usize], true) {
@@ -224,7 +223,10 @@ impl RouteRows {
 fn parse_row(line: &str, number: usize, info: &TraceInfo) -> std::result::Result<RouteRow, String> {
     let fields: Vec<&str> = line.split(',').collect();
     let &[turn, phase, step, layer, slot, expert, weight, residency, bytes] = fields.as_slice() else {
-        return Err(format!("expected 9 fields, found {}: the line is cut off or of another format", fields.len()));
+        return Err(format!(
+            "expected 9 fields, found {}: the line is cut off or of another format",
+            fields.len()
+        ));
     };
     fn field<T: std::str::FromStr>(name: &str, text: &str) -> std::result::Result<T, String> {
         text.parse().map_err(|_| format!("{name} is {text:?}, expected a number"))

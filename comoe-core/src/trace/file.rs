@@ -104,16 +104,7 @@ impl<W: Write> TraceWriter<W> {
         out.write_all(&(header.len() as u32).to_le_bytes())?;
         out.write_all(&header)?;
         let chunk = layers.iter().map(|_| None).collect();
-        Ok(Self {
-            out,
-            info,
-            weights,
-            block: Vec::new(),
-            turn: 0,
-            phase: Phase::Prompt,
-            chunk,
-            tokens: 0,
-        })
+        Ok(Self { out, info, weights, block: Vec::new(), turn: 0, phase: Phase::Prompt, chunk, tokens: 0 })
     }
 
     /// What follows belongs to this turn and phase.
@@ -348,7 +339,9 @@ fn read_chunks(
             });
             tokens += 1;
             if let Some(layer) = builder.missing_layer() {
-                return Err(format!("a token of turn {turn} has no choice in layer {layer}: it was not recorded whole"));
+                return Err(format!(
+                    "a token of turn {turn} has no choice in layer {layer}: it was not recorded whole"
+                ));
             }
         }
     }

@@ -10,6 +10,8 @@ mod file;
 mod recorder;
 mod summary;
 #[cfg(test)]
+pub(crate) mod testing;
+#[cfg(test)]
 mod tests;
 
 use std::io::Read;

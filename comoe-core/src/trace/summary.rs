@@ -82,7 +82,8 @@ fn layer(trace: &Trace, l: usize) -> LayerSummary {
         }
     }
     distances.sort_unstable();
-    let quantile = |q: f64| distances.get(((distances.len() as f64 - 1.0) * q).round().max(0.0) as usize).copied();
+    let quantile =
+        |q: f64| distances.get(((distances.len() as f64 - 1.0) * q).round().max(0.0) as usize).copied();
     let total: u64 = counts.iter().sum();
     let entropy = counts.iter().filter(|c| **c > 0).map(|&c| {
         let p = c as f64 / total as f64;
