@@ -41,7 +41,7 @@ fn policies(c: &mut Criterion) {
     let mut group = c.benchmark_group("cache_operations");
     for kind in POLICIES {
         group.bench_function(format!("policy/{kind}"), |b| {
-            let mut policy = kind.build(SLOTS, EXPERTS);
+            let mut policy = kind.build(SLOTS, EXPERTS, TOP_K);
             let mut resident = [false; EXPERTS];
             (0..SLOTS).for_each(|e| {
                 policy.insert(RecordIndex(e as u32));
@@ -68,7 +68,8 @@ fn policies(c: &mut Criterion) {
         });
         group.bench_function(format!("pool/{kind}"), |b| {
             let shape = PoolShape::by_layer(LAYERS * SLOTS, &[EXPERTS; LAYERS], 0);
-            let mut pool = Pool::new(shape, LAYERS * EXPERTS, |slots| kind.build(slots, LAYERS * EXPERTS));
+            let mut pool =
+                Pool::new(shape, LAYERS * EXPERTS, |slots| kind.build(slots, LAYERS * EXPERTS, TOP_K));
             let mut noise = Noise::new(1);
             let mut layer = 0;
             let mut step = |pool: &mut Pool, set: Vec<u32>| {

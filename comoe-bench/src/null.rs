@@ -22,7 +22,7 @@ impl NullBackend {
 
 impl Backend for NullBackend {
     fn info(&self) -> BackendInfo {
-        BackendInfo { device: "none".to_owned(), notes: Vec::new() }
+        BackendInfo { device: "none".to_owned(), page_locked: None, notes: Vec::new() }
     }
 
     fn allocate(&mut self, _: usize, _: usize) -> Result<()> {

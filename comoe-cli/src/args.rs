@@ -9,6 +9,7 @@ use comoe_core::{Capacity, ExpertFormat, PolicyKind, Prefetch, ResidentFormat, S
 
 use crate::device::DeviceChoice;
 use crate::size::parse_size;
+use crate::trace::TraceCommand;
 
 const AFTER_HELP: &str = "\
 The answer goes to standard output, everything else to standard error.
@@ -35,6 +36,9 @@ pub(crate) enum Command {
     Generate(GenerateArgs),
     /// Measure what this machine has for running big models, and say what is slow.
     Doctor(DoctorArgs),
+    /// Record routing, look at it, and play policies and predictors over it.
+    #[command(subcommand)]
+    Trace(TraceCommand),
 }
 
 #[derive(Debug, Args)]
@@ -111,8 +115,8 @@ pub(crate) struct ModelArgs {
     pub(crate) format: Format,
     /// Which expert leaves when a slot is needed
     #[arg(
-        long, default_value = "lru", help_heading = "Experts and memory",
-        value_parser = PossibleValuesParser::new(["lru", "lfu", "lfru"]).try_map(|s| s.parse::<PolicyKind>())
+        long, default_value = "auto", help_heading = "Experts and memory",
+        value_parser = PossibleValuesParser::new(PolicyKind::ALL.map(PolicyKind::name)).try_map(|s| s.parse::<PolicyKind>())
     )]
     pub(crate) policy: PolicyKind,
     /// Whether each layer has slots of its own or all layers share them
@@ -124,7 +128,7 @@ pub(crate) struct ModelArgs {
     /// What is brought ahead of time
     #[arg(
         long, default_value = "off", help_heading = "Experts and memory",
-        value_parser = PossibleValuesParser::new(["off", "correlation"]).try_map(|s| s.parse::<Prefetch>())
+        value_parser = PossibleValuesParser::new(Prefetch::ALL.map(Prefetch::name)).try_map(|s| s.parse::<Prefetch>())
     )]
     pub(crate) prefetch: Prefetch,
     /// Every N decode steps, compare some slots with the stored experts and stop if one differs
@@ -158,7 +162,7 @@ pub(crate) enum Format {
     Converted(ExpertFormat),
 }
 
-fn parse_positive(text: &str) -> Result<usize, String> {
+pub(crate) fn parse_positive(text: &str) -> Result<usize, String> {
     match text.parse() {
         Ok(n) if n > 0 => Ok(n),
         _ => Err("expected a whole number of at least 1".into()),
@@ -227,6 +231,9 @@ pub(crate) struct OutputArgs {
     /// Print nothing but the answer, warnings and errors
     #[arg(long, short, help_heading = "Output")]
     pub(crate) quiet: bool,
+    /// Record which experts every token chose; see `comoe trace`
+    #[arg(long, value_name = "FILE", help_heading = "Output")]
+    pub(crate) trace: Option<PathBuf>,
 }
 
 #[cfg(test)]
@@ -239,7 +246,7 @@ mod tests {
         let all = ["comoe", "generate", "--prompt", "x"].iter().chain(args);
         match Cli::try_parse_from(all)?.command {
             Command::Generate(g) => Ok(g),
-            Command::Chat(_) | Command::Doctor(_) => unreachable!("generate was asked for"),
+            other => unreachable!("generate was asked for, not {other:?}"),
         }
     }
 

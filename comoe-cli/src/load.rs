@@ -135,7 +135,7 @@ impl Loaded {
                     stats.records,
                     human_bytes(stats.pool_bytes()),
                     human_bytes(directory.total_bytes()),
-                    self.options.cache.policy,
+                    experts.policy(),
                     self.options.cache.scope,
                     self.options.cache.prefetch
                 )

@@ -16,6 +16,7 @@ mod sampling;
 mod size;
 mod sys;
 mod talk;
+mod trace;
 
 use std::process::ExitCode;
 
@@ -39,6 +40,7 @@ fn main() -> ExitCode {
         Command::Chat(args) => chat::run(args),
         Command::Generate(args) => generate::run(args),
         Command::Doctor(args) => doctor::run(args),
+        Command::Trace(command) => trace::run(command),
     };
     match done {
         Ok(()) => ExitCode::SUCCESS,

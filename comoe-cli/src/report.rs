@@ -108,7 +108,7 @@ impl Cache {
             staging_slots: stats.staging_slots,
             experts: stats.records,
             record_bytes: stats.slot_bytes,
-            policy: options.policy.to_string(),
+            policy: loaded.model.experts().policy().to_string(),
             scope: options.scope.to_string(),
             prefetch: options.prefetch.to_string(),
             accesses: stats.accesses(),

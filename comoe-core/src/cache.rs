@@ -13,10 +13,11 @@ use crate::format::ExpertFormat;
 use crate::machine;
 use crate::policy::PolicyKind;
 use crate::pool::{Pool, PoolShape};
-use crate::predict::{Correlation, Prefetch};
+use crate::predict::{Correlation, EvidenceGate, GateOptions, Predictor, Prefetch};
 use crate::schedule::{Engine, Need, PrefetchEngine, PrefetchTrigger, Rules, Step};
 use crate::stats::CacheStats;
 use crate::store::{Directory, ExpertStore, RecordIndex, RecordSource};
+use crate::trace::{Routed, RoutingObserver};
 
 /// How many records the pool holds.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
@@ -181,7 +182,7 @@ impl CacheOptions {
         match self.prefetch {
             Prefetch::Off => 0,
             // Room for what was guessed for this layer and for the next.
-            Prefetch::Correlation => 2 * self.prefetch_width(),
+            Prefetch::Correlation | Prefetch::Auto => 2 * self.prefetch_width(),
         }
     }
 
@@ -254,7 +255,7 @@ impl<S> CacheBuilder<S> {
         self
     }
 
-    /// Who leaves when a slot is needed. Default: LRU.
+    /// Who leaves when a slot is needed. Default: [`PolicyKind::Auto`].
     pub fn policy(mut self, policy: PolicyKind) -> Self {
         self.options.policy = policy;
         self
@@ -321,19 +322,36 @@ impl<S> CacheBuilder<S> {
         };
         let info = backend.info();
         let records = directory.len();
-        let pool = Pool::new(layout.shape, records, |slots| options.policy.build(slots, records));
+        let policy = options.policy.in_force(matches!(device, Device::Cuda(_)));
+        let sharing = directory.layers().len().div_ceil(layout.shape.partitions.len().max(1));
+        let per_token = options.top_k.max(1) * sharing;
+        let pool = Pool::new(layout.shape, records, |slots| policy.build(slots, records, per_token));
+        let experts: Vec<usize> = directory.layers().iter().map(|e| e.experts).collect();
+        let (trigger, width) = (options.prefetch_trigger, options.prefetch_width());
+        let prefetch =
+            |predictor: Box<dyn Predictor>, gate| Some(PrefetchEngine::new(predictor, trigger, width, gate));
         let prefetch = match layout.prefetch {
             Prefetch::Off => None,
-            Prefetch::Correlation => {
-                let experts: Vec<usize> = directory.layers().iter().map(|e| e.experts).collect();
-                let predictor = Box::new(Correlation::new(&experts));
-                Some(PrefetchEngine::new(predictor, options.prefetch_trigger, options.prefetch_width()))
+            Prefetch::Correlation => prefetch(Box::new(Correlation::new(&experts, 1)), None),
+            Prefetch::Auto => {
+                let gate = EvidenceGate::new(experts.len(), GateOptions::new(width));
+                prefetch(Box::new(Correlation::new(&experts, 1)), Some(gate))
             }
         };
         let engine = Engine::new(backend, directory.clone(), pool, prefetch, slot_bytes, rules)?;
         layout.notes.iter().for_each(|note| tracing::warn!("{note}"));
         info.notes.iter().for_each(|note| tracing::info!("{}: {note}", info.device));
-        Ok((Core { engine: Mutex::new(engine), directory, source, info, notes: layout.notes, device }, store))
+        let core = Core {
+            engine: Mutex::new(engine),
+            directory,
+            source,
+            info,
+            notes: layout.notes,
+            device,
+            policy,
+            observer: Mutex::new(None),
+        };
+        Ok((core, store))
     }
 }
 
@@ -363,9 +381,18 @@ struct Core {
     info: BackendInfo,
     notes: Vec<String>,
     device: Device,
+    policy: PolicyKind,
+    observer: Mutex<Option<Box<dyn RoutingObserver>>>,
 }
 
 impl Core {
+    /// Tells the observer, if there is one.
+    fn observed(&self, step: &Routed<'_>) {
+        if let Some(observer) = self.observer.lock().unwrap_or_else(PoisonError::into_inner).as_mut() {
+            observer.step(step);
+        }
+    }
+
     /// Callers take turns. A panic in another thread leaves the engine as an error would: its own state decides.
     fn engine(&self) -> MutexGuard<'_, Engine> {
         self.engine.lock().unwrap_or_else(PoisonError::into_inner)
@@ -426,6 +453,11 @@ macro_rules! shared_methods {
             &self.core.notes
         }
 
+        /// The policy in force, also where [`PolicyKind::Auto`] was asked for.
+        pub fn policy(&self) -> PolicyKind {
+            self.core.policy
+        }
+
         /// The records that the cache serves.
         pub fn directory(&self) -> &Directory {
             &self.core.directory
@@ -484,6 +516,12 @@ impl ExpertCache {
     pub fn format(&self) -> ExpertFormat {
         // A store has one format, and an empty one is refused when the cache is built.
         self.layouts[0].format
+    }
+
+    /// From now on `observer` sees the routing of every layer step, before it runs; `None` ends that. Without one a step
+    /// pays for one uncontended lock.
+    pub fn observe(&self, observer: Option<Box<dyn RoutingObserver>>) {
+        *self.core.observer.lock().unwrap_or_else(PoisonError::into_inner) = observer;
     }
 
     shared_methods!();
@@ -558,6 +596,7 @@ impl CacheLayer<'_> {
             return Err(Error::BadRoutingWeight { layer: self.layer, token: at / top_k, value: weights[at] });
         }
         let needs = core.needs(ordinal, &choices)?;
+        core.observed(&Routed { layer: ordinal, top_k, choices: &choices, weights: Some(&weights) });
         let work = Work::Ffn { spec, layout: &self.cache.layouts[ordinal], x, weights: &weights, top_k };
         core.engine().step(Step { layer: ordinal, needs, choices: &choices, top_k, work })
     }

@@ -213,6 +213,42 @@ pub enum Error {
         id: ExpertId,
     },
 
+    /// A routing trace that cannot be read.
+    #[error("{}, {at}: {reason}", path.display())]
+    BadTrace {
+        /// The file.
+        path: PathBuf,
+        /// Where in it: a line of text, or an offset in bytes.
+        at: TracePlace,
+        /// What was expected, what was found, what to do.
+        reason: String,
+    },
+
+    /// A routing trace of a version that this build does not read.
+    #[error(
+        "{}: routing trace of version {found}, this build reads {known}; update comoe, or record the trace again",
+        path.display()
+    )]
+    TraceVersion {
+        /// The file.
+        path: PathBuf,
+        /// Its version.
+        found: String,
+        /// The version that this build reads.
+        known: u32,
+    },
+
+    /// A routing trace of another model.
+    #[error(
+        "the trace was recorded from {recorded:?}, which is not this model: {reason}; record one from this model"
+    )]
+    TraceOfAnotherModel {
+        /// The model that the trace names.
+        recorded: String,
+        /// Where the two differ.
+        reason: String,
+    },
+
     /// A device that this build or machine cannot use.
     #[error("device {asked}: {reason}")]
     Device {
@@ -290,6 +326,24 @@ pub enum Error {
     /// An error of candle.
     #[error(transparent)]
     Candle(#[from] candle_core::Error),
+}
+
+/// A place in a routing trace.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum TracePlace {
+    /// A line of a text file, from 1.
+    Line(u64),
+    /// An offset in a binary file, in bytes.
+    Byte(u64),
+}
+
+impl std::fmt::Display for TracePlace {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Line(line) => write!(f, "line {line}"),
+            Self::Byte(byte) => write!(f, "byte {byte}"),
+        }
+    }
 }
 
 impl Error {

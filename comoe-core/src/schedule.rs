@@ -17,7 +17,7 @@ use candle_core::Tensor;
 use crate::backend::{Backend, Fill, Queue, SlotId, Ticket, Work, WorkItem};
 use crate::error::{Error, Result};
 use crate::pool::{Located, Pool, SlotState};
-use crate::predict::{Predictor, Scored};
+use crate::predict::{Evidence, EvidenceGate, Predictor, Scored};
 use crate::stats::{CacheStats, LayerStats};
 use crate::store::{Directory, RecordIndex};
 
@@ -85,29 +85,46 @@ pub(crate) struct PrefetchEngine {
     pub(crate) trigger: PrefetchTrigger,
     /// Most records prefetched per layer.
     pub(crate) width: usize,
+    /// Decides how many; without one always `width`.
+    gate: Option<EvidenceGate>,
     guesses: Vec<Scored>,
-    /// Layer and choices of the step before, to learn from.
-    previous: Option<(usize, Vec<u32>)>,
+    /// Guesses for the next layer that were not in the pool, likeliest first, and whether they were sent for.
+    pending: Vec<(RecordIndex, bool)>,
+    /// Layer that they are for.
+    pending_for: usize,
 }
 
 impl PrefetchEngine {
-    pub(crate) fn new(predictor: Box<dyn Predictor>, trigger: PrefetchTrigger, width: usize) -> Self {
-        Self { predictor, trigger, width, guesses: Vec::new(), previous: None }
+    pub(crate) fn new(
+        predictor: Box<dyn Predictor>,
+        trigger: PrefetchTrigger,
+        width: usize,
+        gate: Option<EvidenceGate>,
+    ) -> Self {
+        Self { predictor, trigger, width, gate, guesses: Vec::new(), pending: Vec::new(), pending_for: 0 }
     }
 
-    fn learn(&mut self, layer: usize, choices: &[u32], top_k: usize) {
-        if let Some((before, from)) = &self.previous
-            && before + 1 == layer
-            && from.len() == choices.len()
-        {
-            for (from, to) in from.chunks(top_k).zip(choices.chunks(top_k)) {
-                self.predictor.observe(*before, from, to);
-            }
-        }
-        let mut buffer = self.previous.take().map_or_else(Vec::new, |(_, buffer)| buffer);
-        buffer.clear();
-        buffer.extend_from_slice(choices);
-        self.previous = Some((layer, buffer));
+    /// Tells the gate what became of the guesses for `layer`, now that its set is known.
+    fn judge(&mut self, layer: usize, split: &Split) {
+        let pending = std::mem::take(&mut self.pending);
+        let Some(gate) = self.gate.as_mut().filter(|_| self.pending_for == layer && !pending.is_empty())
+        else {
+            return;
+        };
+        let has = |items: &[WorkItem], record| items.iter().any(|i| i.record == record);
+        let evidence: Vec<Evidence> = pending
+            .iter()
+            .map(|&(record, sent)| match sent {
+                true if has(&split.hits, record) => Evidence::Saved,
+                true if has(&split.late, record) => Evidence::Late,
+                true => Evidence::Wasted,
+                false if split.missing.iter().any(|n| n.record == record) => Evidence::WouldHaveSaved,
+                false => Evidence::WouldHaveWasted,
+            })
+            .collect();
+        // What a guess that was not sent would have spared is no demand of its own.
+        let spared = evidence.iter().filter(|e| **e == Evidence::WouldHaveSaved).count();
+        gate.judge(layer, &evidence, split.missing.len() > spared);
     }
 }
 
@@ -178,6 +195,13 @@ impl Engine {
 
     pub(crate) fn stats(&self) -> CacheStats {
         let mut stats = self.stats.clone();
+        if let Some(gate) = self.prefetch.as_ref().and_then(|p| p.gate.as_ref()) {
+            for (ordinal, layer) in stats.layers.iter_mut().enumerate() {
+                layer.prefetch_width = gate.width(ordinal);
+                layer.prefetch_switches = gate.switches(ordinal);
+            }
+            stats.prefetch_judged = true;
+        }
         let (now, then) = (self.backend.transfer_time(), stats.time);
         stats.time.demand = now.demand.saturating_sub(then.demand);
         stats.time.prefetch = now.prefetch.saturating_sub(then.prefetch);
@@ -219,6 +243,9 @@ impl Engine {
             self.pool.pin(set.iter().copied());
         }
         let mut split = self.split(layer, needs)?;
+        if let Some(prefetch) = self.prefetch.as_mut() {
+            prefetch.judge(layer, &split);
+        }
         if self.rules.fills_before_hits {
             self.send_wave(layer, &mut split)?;
         }
@@ -256,6 +283,7 @@ impl Engine {
                 continue;
             }
             self.stats.prefetch_wasted += 1;
+            self.stats.layers[layer].prefetch_wasted += 1;
             self.stats.prefetch_wasted_bytes += record_bytes;
         }
         Ok(result)
@@ -279,6 +307,7 @@ impl Engine {
                 Some(located) => {
                     if located.staged {
                         self.stats.prefetch_used += 1;
+                        self.stats.layers[layer].prefetch_used += 1;
                         self.pool.promote(layer, need.record);
                     } else {
                         self.pool.hit(layer, need.record);
@@ -412,21 +441,32 @@ impl Engine {
         top_k: usize,
     ) -> Result<()> {
         let Some(prefetch) = self.prefetch.as_mut().filter(|p| p.trigger == point) else { return Ok(()) };
-        prefetch.learn(layer, choices, top_k);
+        prefetch.predictor.observe(layer, choices, top_k);
         // A prompt's union is no guide to the next layer's, and its transfers leave the link no idle time.
         if choices.len() > top_k || layer + 1 >= self.directory.layers().len() {
             return Ok(());
         }
-        prefetch.predictor.predict(layer, choices, &mut prefetch.guesses);
+        prefetch.predictor.predict(layer + 1, &mut prefetch.guesses);
         let next = &self.directory.layers()[layer + 1];
         let mut fills = Vec::new();
-        for guess in prefetch.guesses.iter().take(prefetch.width) {
-            let record = RecordIndex(next.first + guess.expert);
-            if self.pool.locate(record).is_none()
-                && let Some(slot) = self.pool.stage(record)
-            {
-                fills.push(Fill { record, slot });
+        prefetch.pending.clear();
+        prefetch.pending_for = layer + 1;
+        let (width, guesses) = match &prefetch.gate {
+            // Likely ones that are cached cost nothing: the gate counts those that are not.
+            Some(gate) => (gate.width(layer + 1), prefetch.guesses.as_slice()),
+            None => (prefetch.width, &prefetch.guesses[..prefetch.width.min(prefetch.guesses.len())]),
+        };
+        for guess in guesses {
+            if prefetch.pending.len() >= prefetch.width {
+                break;
             }
+            let record = RecordIndex(next.first + guess.expert);
+            if self.pool.locate(record).is_some() {
+                continue;
+            }
+            let slot = if prefetch.pending.len() < width { self.pool.stage(record) } else { None };
+            fills.extend(slot.map(|slot| Fill { record, slot }));
+            prefetch.pending.push((record, slot.is_some()));
         }
         if fills.is_empty() {
             return Ok(());

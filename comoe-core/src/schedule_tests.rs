@@ -91,7 +91,7 @@ proptest! {
         slots in 1usize..=LAYERS * EXPERTS,
         policy in prop::sample::select(vec![PolicyKind::Lru, PolicyKind::Lfu, PolicyKind::Lfru]),
         scope in prop::sample::select(vec![Scope::Layer, Scope::Global]),
-        prefetch in prop::sample::select(vec![Prefetch::Off, Prefetch::Correlation]),
+        prefetch in prop::sample::select(vec![Prefetch::Off, Prefetch::Correlation, Prefetch::Auto]),
         trigger in prop::sample::select(vec![
             PrefetchTrigger::AfterRouting, PrefetchTrigger::MidLayer, PrefetchTrigger::EndOfLayer
         ]),
@@ -173,14 +173,14 @@ fn drop_rule(rules: Rules, prefetch: Prefetch) -> (Option<String>, bool) {
 
 #[test]
 fn with_every_rule_kept_nothing_is_caught() {
-    for prefetch in [Prefetch::Off, Prefetch::Correlation] {
+    for prefetch in [Prefetch::Off, Prefetch::Correlation, Prefetch::Auto] {
         assert_eq!(drop_rule(Rules::default(), prefetch), (None, false));
     }
 }
 
 #[test]
 fn reading_without_waiting_for_the_fill_is_caught() {
-    for prefetch in [Prefetch::Off, Prefetch::Correlation] {
+    for prefetch in [Prefetch::Off, Prefetch::Correlation, Prefetch::Auto] {
         let (said, wrong) = drop_rule(Rules { wait_before_read: false, ..Rules::default() }, prefetch);
         assert!(said.unwrap().contains("read before its fill was done"));
         assert!(wrong);
@@ -276,6 +276,30 @@ fn correlation_prefetch_is_used_when_routing_repeats() {
     }
     let stats = cache.stats();
     assert!(stats.prefetch_used > 300 && stats.prefetch_wasted < stats.prefetch_used / 4, "{stats}");
+}
+
+#[test]
+fn auto_prefetch_opens_for_the_layer_where_it_pays_and_not_for_the_others() {
+    let Sim { cache, .. } =
+        sim(5, |b| b, |b| b.capacity(Capacity::Slots(3 * LAYERS)).top_k(2).prefetch(Prefetch::Auto));
+    let mut state = 1u32;
+    let mut random = || {
+        state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+        state >> 24
+    };
+    for _ in 0..600 {
+        // Layer 1 follows layer 0, layer 2 follows nothing.
+        let (first, last) = (random() % 8, random() % 8);
+        for (layer, e) in [first, (first + 3) % 8, last].into_iter().enumerate() {
+            assert_eq!(gather(&cache, layer, &[e, (e + 1) % 8]).unwrap(), expected(layer, &[e, (e + 1) % 8]));
+        }
+    }
+    let stats = cache.stats();
+    assert!(stats.prefetch_judged && stats.to_string().contains("prefetch pays in 1 of 3 layers"), "{stats}");
+    assert!(stats.layers[1].prefetch_used > 200, "{stats}");
+    assert!(stats.layers[1].prefetch_wasted < stats.layers[1].prefetch_used, "{stats}");
+    assert_eq!(stats.layers[2].prefetch_width, 0, "{stats}");
+    assert!(stats.layers[2].prefetch_wasted < 60, "{stats}");
 }
 
 #[test]

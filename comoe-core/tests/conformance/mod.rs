@@ -265,7 +265,7 @@ pub(crate) fn output_never_depends_on_the_pool(device: &Device, make: Make<'_>) 
                 capacity: Capacity::Slots(slots),
                 policy: [PolicyKind::Lru, PolicyKind::Lfu, PolicyKind::Lfru][i % 3],
                 scope: [Scope::Layer, Scope::Global][i % 2],
-                prefetch: [Prefetch::Off, Prefetch::Correlation][i / 2 % 2],
+                prefetch: [Prefetch::Off, Prefetch::Correlation, Prefetch::Auto][i / 2 % 3],
                 prefetch_trigger: [
                     PrefetchTrigger::AfterRouting,
                     PrefetchTrigger::MidLayer,
