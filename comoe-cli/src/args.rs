@@ -2,11 +2,14 @@
 
 use std::path::PathBuf;
 
+use candle_core::DType;
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::{Args, Parser, Subcommand};
-use comoe_core::{Capacity, ExpertFormat, PolicyKind, Prefetch, Scope};
+use comoe_core::{Capacity, ExpertFormat, PolicyKind, Prefetch, ResidentFormat, Scope};
 
+use crate::device::DeviceChoice;
 use crate::size::parse_size;
+use crate::trace::TraceCommand;
 
 const AFTER_HELP: &str = "\
 The answer goes to standard output, everything else to standard error.
@@ -31,6 +34,18 @@ pub(crate) enum Command {
     Chat(ChatArgs),
     /// Answer one prompt.
     Generate(GenerateArgs),
+    /// Measure what this machine has for running big models, and say what is slow.
+    Doctor(DoctorArgs),
+    /// Record routing, look at it, and play policies and predictors over it.
+    #[command(subcommand)]
+    Trace(TraceCommand),
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct DoctorArgs {
+    /// Print one JSON object instead of tables
+    #[arg(long)]
+    pub(crate) json: bool,
 }
 
 #[derive(Debug, Args)]
@@ -64,6 +79,21 @@ pub(crate) struct GenerateArgs {
 pub(crate) struct ModelArgs {
     /// Folder of the model, as downloaded [default: comoe-tiny, which comes with CoMoE]
     pub(crate) model: Option<PathBuf>,
+    /// Where to compute: cpu, cuda, cuda:N, or auto, which takes the first GPU and else the CPU
+    #[arg(long, value_name = "DEVICE", default_value = "auto", help_heading = "Device")]
+    pub(crate) device: DeviceChoice,
+    /// Numbers between the blocks of the model: f32 or bf16 [default: bf16 on a GPU, f32 on the CPU]
+    #[arg(long, value_name = "TYPE", value_parser = parse_compute, help_heading = "Device")]
+    pub(crate) compute: Option<DType>,
+    /// What slots on a GPU hold: quantized (experts as stored) or bf16 (expanded when loaded)
+    #[arg(long, value_name = "FORMAT", help_heading = "Device")]
+    pub(crate) resident_format: Option<ResidentFormat>,
+    /// Most host memory to page-lock for a GPU, such as 12G [default: as much as there is for experts]
+    #[arg(long, value_name = "SIZE", value_parser = parse_size, help_heading = "Device")]
+    page_lock_limit: Option<u64>,
+    /// Page-lock no experts: copies are slower, and memory stays with others
+    #[arg(long, conflicts_with = "page_lock_limit", help_heading = "Device")]
+    no_page_lock: bool,
     /// Tokens of context, answer included [default: the model's, at most 4096]
     #[arg(long, value_name = "N", value_parser = parse_positive, help_heading = "Experts and memory")]
     pub(crate) context: Option<usize>,
@@ -73,7 +103,8 @@ pub(crate) struct ModelArgs {
     /// Memory for the pool, such as 900K or 12G
     #[arg(long, value_name = "SIZE", group = "room", value_parser = parse_size, help_heading = "Experts and memory")]
     pool: Option<u64>,
-    /// Keep every expert in the pool [default of these: as many as fit half of the memory available]
+    /// Keep every expert in the pool [default of these: as many as fit the GPU's free memory, or half of the memory
+    /// available to the CPU]
     #[arg(long, group = "room", help_heading = "Experts and memory")]
     resident: bool,
     /// How experts are stored: source (as in the checkpoint), bf16, int8 or int4; int4-g32 chooses the group too
@@ -84,8 +115,8 @@ pub(crate) struct ModelArgs {
     pub(crate) format: Format,
     /// Which expert leaves when a slot is needed
     #[arg(
-        long, default_value = "lru", help_heading = "Experts and memory",
-        value_parser = PossibleValuesParser::new(["lru", "lfu", "lfru"]).try_map(|s| s.parse::<PolicyKind>())
+        long, default_value = "auto", help_heading = "Experts and memory",
+        value_parser = PossibleValuesParser::new(PolicyKind::ALL.map(PolicyKind::name)).try_map(|s| s.parse::<PolicyKind>())
     )]
     pub(crate) policy: PolicyKind,
     /// Whether each layer has slots of its own or all layers share them
@@ -97,9 +128,12 @@ pub(crate) struct ModelArgs {
     /// What is brought ahead of time
     #[arg(
         long, default_value = "off", help_heading = "Experts and memory",
-        value_parser = PossibleValuesParser::new(["off", "correlation"]).try_map(|s| s.parse::<Prefetch>())
+        value_parser = PossibleValuesParser::new(Prefetch::ALL.map(Prefetch::name)).try_map(|s| s.parse::<Prefetch>())
     )]
     pub(crate) prefetch: Prefetch,
+    /// Every N decode steps, compare some slots with the stored experts and stop if one differs
+    #[arg(long, value_name = "N", value_parser = parse_positive, help_heading = "Experts and memory")]
+    pub(crate) check: Option<usize>,
 }
 
 impl ModelArgs {
@@ -112,6 +146,11 @@ impl ModelArgs {
             _ => None,
         }
     }
+
+    /// Most bytes to page-lock; `None` sets no limit.
+    pub(crate) fn page_lock_limit(&self) -> Option<u64> {
+        if self.no_page_lock { Some(0) } else { self.page_lock_limit }
+    }
 }
 
 /// How experts are stored.
@@ -123,10 +162,18 @@ pub(crate) enum Format {
     Converted(ExpertFormat),
 }
 
-fn parse_positive(text: &str) -> Result<usize, String> {
+pub(crate) fn parse_positive(text: &str) -> Result<usize, String> {
     match text.parse() {
         Ok(n) if n > 0 => Ok(n),
         _ => Err("expected a whole number of at least 1".into()),
+    }
+}
+
+fn parse_compute(text: &str) -> Result<DType, String> {
+    match text {
+        "f32" => Ok(DType::F32),
+        "bf16" => Ok(DType::BF16),
+        _ => Err("use f32 or bf16".into()),
     }
 }
 
@@ -184,6 +231,9 @@ pub(crate) struct OutputArgs {
     /// Print nothing but the answer, warnings and errors
     #[arg(long, short, help_heading = "Output")]
     pub(crate) quiet: bool,
+    /// Record which experts every token chose; see `comoe trace`
+    #[arg(long, value_name = "FILE", help_heading = "Output")]
+    pub(crate) trace: Option<PathBuf>,
 }
 
 #[cfg(test)]
@@ -196,7 +246,7 @@ mod tests {
         let all = ["comoe", "generate", "--prompt", "x"].iter().chain(args);
         match Cli::try_parse_from(all)?.command {
             Command::Generate(g) => Ok(g),
-            Command::Chat(_) => unreachable!("generate was asked for"),
+            other => unreachable!("generate was asked for, not {other:?}"),
         }
     }
 
@@ -214,6 +264,28 @@ mod tests {
         assert_eq!(room(&["--resident"]).unwrap(), Some(Capacity::All));
         for two in [["--slots=9", "--resident"], ["--slots=9", "--pool=1G"], ["--pool=1G", "--resident"]] {
             assert_eq!(room(&two).unwrap_err().kind(), clap::error::ErrorKind::ArgumentConflict, "{two:?}");
+        }
+    }
+
+    #[test]
+    fn a_device_and_what_is_in_force_on_it() {
+        let parsed = |args: &[&str]| generate(args).map(|g| g.model);
+        let m = parsed(&[]).unwrap();
+        assert_eq!((m.device, m.compute, m.resident_format), (DeviceChoice::Auto, None, None));
+        assert_eq!((m.page_lock_limit(), m.check), (None, None));
+        let m = parsed(&["--device=cuda:1", "--compute=f32", "--resident-format=bf16", "--check=7"]).unwrap();
+        assert_eq!((m.device, m.compute), (DeviceChoice::Cuda(1), Some(DType::F32)));
+        assert_eq!((m.resident_format, m.check), (Some(ResidentFormat::Bf16), Some(7)));
+        assert_eq!(parsed(&["--page-lock-limit=2G"]).unwrap().page_lock_limit(), Some(2 << 30));
+        assert_eq!(parsed(&["--no-page-lock"]).unwrap().page_lock_limit(), Some(0));
+        for bad in [
+            &["--device=gpu"][..],
+            &["--compute=f16"],
+            &["--resident-format=int4"],
+            &["--check=0"],
+            &["--no-page-lock", "--page-lock-limit=1G"],
+        ] {
+            assert!(parsed(bad).is_err(), "{bad:?}");
         }
     }
 

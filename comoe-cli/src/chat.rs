@@ -16,6 +16,7 @@ use crate::output::say;
 use crate::places::CacheFolder;
 use crate::sys::{MemoryWatch, catch_interrupts};
 use crate::talk::{Settings, Talk, check_prompt};
+use crate::trace::Recording;
 use crate::{model_path, report, sampling};
 
 const HELP: &str = "\
@@ -32,10 +33,13 @@ pub(crate) fn run(args: &ChatArgs) -> Result<()> {
     let sampler = sampling::options(&args.sampler, &folder)?;
     let loaded = load::load(folder, &args.model, args.output.quiet)?;
     let settings = Settings { sampler, max_tokens: args.sampler.max_tokens, output: &args.output };
+    let recording =
+        args.output.trace.as_deref().map(|path| Recording::start(path, &loaded, true)).transpose()?;
     let mut talk = match args.sampler.raw {
         true => Talk::without_template(&loaded, settings, Some(&memory)),
         false => Talk::new(&loaded, args.system.as_deref(), settings, Some(&memory)),
-    }?;
+    }?
+    .recorded(recording.as_ref());
     catch_interrupts();
 
     let mut turns = Turns::open(args.output.quiet)?;
@@ -66,6 +70,9 @@ pub(crate) fn run(args: &ChatArgs) -> Result<()> {
             Err(Error::Models(e)) if turns.is_a_person() => say!("error: {}", Error::Models(e).line()),
             Err(e) => return Err(e),
         }
+    }
+    if let Some(recording) = recording {
+        recording.finish(&loaded, args.output.quiet)?;
     }
     if args.output.stats {
         report::say_cache(&loaded, &memory);

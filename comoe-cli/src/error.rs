@@ -35,6 +35,15 @@ pub(crate) enum Error {
     #[error("the prompt is empty: give --prompt some text")]
     EmptyPrompt,
 
+    #[error("{}: no prompts in it; give one a line", path.display())]
+    NoPrompts { path: PathBuf },
+
+    #[error("--batch cannot play {policy}: give --policy lru, lfu, lfru or aged, which need no foresight")]
+    BatchPolicy { policy: String },
+
+    #[error("{}: drawing failed: {reason}", path.display())]
+    Plot { path: PathBuf, reason: String },
+
     #[error("standard input, line {line}: not UTF-8 at byte {byte} of the line; convert it to UTF-8 first")]
     NotUtf8 { line: usize, byte: usize },
 
@@ -56,6 +65,12 @@ pub(crate) enum Error {
     #[error("terminal: {0}")]
     Terminal(#[from] rustyline::error::ReadlineError),
 
+    #[error("{failed} of {tests} kernel tests failed: do not use this GPU, and report it")]
+    SelfTest { failed: usize, tests: usize },
+
+    #[error(transparent)]
+    Core(#[from] comoe_core::Error),
+
     #[error(transparent)]
     Models(#[from] comoe_models::Error),
 }
@@ -63,7 +78,7 @@ pub(crate) enum Error {
 impl Error {
     pub(crate) fn exit_code(&self) -> ExitCode {
         match self {
-            Self::Usage(_) => ExitCode::from(USAGE),
+            Self::Usage(_) | Self::BatchPolicy { .. } => ExitCode::from(USAGE),
             _ => ExitCode::from(FAILED),
         }
     }
@@ -72,6 +87,11 @@ impl Error {
     pub(crate) fn line(&self) -> String {
         let text = self.to_string();
         text.lines().map(str::trim).filter(|l| !l.is_empty()).collect::<Vec<_>>().join("; ")
+    }
+
+    /// An error of the expert cache's library.
+    pub(crate) fn core(source: comoe_core::Error) -> Self {
+        Self::Models(source.into())
     }
 
     /// Wraps a failed write to standard output.

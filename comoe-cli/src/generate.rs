@@ -5,6 +5,7 @@ use crate::error::Result;
 use crate::load;
 use crate::sys::MemoryWatch;
 use crate::talk::{Settings, Talk, check_prompt};
+use crate::trace::Recording;
 use crate::{input, model_path, report, sampling};
 
 /// A prompt of this text stands for standard input.
@@ -31,7 +32,12 @@ pub(crate) fn run(args: &GenerateArgs) -> Result<()> {
         true => Talk::without_template(&loaded, settings, memory.as_ref()),
         false => Talk::new(&loaded, None, settings, memory.as_ref()),
     };
-    talk?.say(prompt)?;
+    let recording =
+        args.output.trace.as_deref().map(|path| Recording::start(path, &loaded, true)).transpose()?;
+    talk?.recorded(recording.as_ref()).say(prompt)?;
+    if let Some(recording) = recording {
+        recording.finish(&loaded, args.output.quiet)?;
+    }
     if args.output.stats
         && let Some(memory) = &memory
     {

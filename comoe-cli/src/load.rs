@@ -2,19 +2,21 @@
 
 use std::io::Write;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use candle_core::Device;
+use candle_core::{DType, Device};
+use comoe_core::machine::ram_available;
 use comoe_core::stats::human_bytes;
-use comoe_core::{CacheOptions, Capacity};
+use comoe_core::{CacheOptions, Capacity, CudaOptions};
 use comoe_models::{LoadOptions, Model, Progress};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
 use crate::args::{Format, ModelArgs};
+use crate::device;
 use crate::error::Result;
 use crate::output::{say, watched};
 use crate::places::CacheFolder;
-use crate::sys;
 
 /// Part of the memory available that experts may take when nothing is asked for. The rest is for the dense part,
 /// the KV cache, and the page cache that misses are read through.
@@ -26,6 +28,10 @@ pub(crate) struct Loaded {
     pub(crate) folder: PathBuf,
     pub(crate) options: LoadOptions,
     pub(crate) took: Duration,
+    /// Where the device is not what would have been best, and why.
+    notes: Vec<String>,
+    /// Decode steps between checks of slots; 0: never.
+    pub(crate) check: usize,
 }
 
 /// Loads the model in `folder`.
@@ -43,10 +49,19 @@ pub(crate) fn load(folder: PathBuf, args: &ModelArgs, quiet: bool) -> Result<Loa
             cache.path
         }
     };
+    let opened = device::open(args.device)?;
+    let on_gpu = opened.device.is_cuda();
+    let bar = Bar::new();
+    let mut cuda = CudaOptions::default();
+    cuda.page_lock_limit = args.page_lock_limit();
+    cuda.resident = args.resident_format.unwrap_or_default();
+    let locking = bar.clone();
+    cuda.progress = Some(Arc::new(move |done, total| locking.page_locking(done, total)));
     let options = LoadOptions {
+        dtype: args.compute.unwrap_or(if on_gpu { DType::BF16 } else { DType::F32 }),
         context: args.context,
         cache: CacheOptions {
-            capacity: args.capacity().unwrap_or_else(default_capacity),
+            capacity: args.capacity().unwrap_or_else(|| default_capacity(&opened.device)),
             policy: args.policy,
             scope: args.scope,
             prefetch: args.prefetch,
@@ -57,21 +72,36 @@ pub(crate) fn load(folder: PathBuf, args: &ModelArgs, quiet: bool) -> Result<Loa
             Format::Converted(format) => Some(format),
         },
         cache_dir,
-        ..LoadOptions::default()
+        cuda,
     };
-    let bar = Bar::new();
     let started = Instant::now();
-    let model = Model::load(&folder, &Device::Cpu, &options, &|p| bar.show(p));
+    let model = Model::load(&folder, &opened.device, &options, &|p| bar.show(p));
+    let model = model.and_then(|model| {
+        if on_gpu {
+            bar.preparing();
+            model.decoder().warm_up()?;
+        }
+        Ok(model)
+    });
     let took = started.elapsed();
     bar.clear();
-    let loaded = Loaded { model: model?, folder, options, took };
+    let mut notes: Vec<String> = opened.note.into_iter().collect();
+    if !on_gpu && (args.resident_format.is_some() || args.page_lock_limit().is_some()) {
+        notes.push(
+            "--resident-format, --page-lock-limit and --no-page-lock change nothing on the CPU".to_owned(),
+        );
+    }
+    let loaded = Loaded { model: model?, folder, options, took, notes, check: args.check.unwrap_or(0) };
     loaded.say_what_is_in_force(quiet);
     Ok(loaded)
 }
 
-/// As many experts as fit the share of memory that experts may take, all of them if they fit.
-fn default_capacity() -> Capacity {
-    sys::available_memory().map_or(Capacity::All, |bytes| Capacity::Bytes(bytes / SHARE))
+/// As many experts as fit: the GPU's memory, or the share of host memory that experts may take.
+fn default_capacity(device: &Device) -> Capacity {
+    match device {
+        Device::Cuda(_) => Capacity::Fit,
+        _ => ram_available().map_or(Capacity::All, |bytes| Capacity::Bytes(bytes / SHARE)),
+    }
 }
 
 impl Loaded {
@@ -88,9 +118,10 @@ impl Loaded {
             let device = experts.backend_info();
             let details = device.notes.iter().map(|n| format!(", {n}")).collect::<String>();
             say!(
-                "{} on {}{details}: {} layers with experts, context {}, loaded in {:.2} s",
+                "{} on {}{details}: {}, {} layers with experts, context {}, loaded in {:.2} s",
                 self.name(),
                 device.device,
+                if self.options.dtype == DType::BF16 { "bf16 activations" } else { "f32 activations" },
                 layers.len(),
                 self.model.decoder().context(),
                 self.took.as_secs_f64()
@@ -104,12 +135,23 @@ impl Loaded {
                     stats.records,
                     human_bytes(stats.pool_bytes()),
                     human_bytes(directory.total_bytes()),
-                    self.options.cache.policy,
+                    experts.policy(),
                     self.options.cache.scope,
                     self.options.cache.prefetch
                 )
             };
             say!("experts: {}, {room}", self.format());
+            if let Some(m) = self.model.decoder().memory() {
+                say!(
+                    "GPU memory: {} were free; {} for dense weights, {} for the KV cache, {} for activations, {} margin",
+                    human_bytes(m.free),
+                    human_bytes(m.weights),
+                    human_bytes(m.kv),
+                    human_bytes(m.workspace),
+                    human_bytes(m.margin)
+                );
+            }
+            self.notes.iter().for_each(|note| say!("note: {note}"));
         }
         for note in self.model.decoder().notes() {
             say!("note: {note}");
@@ -131,7 +173,8 @@ fn name_of(folder: &Path) -> String {
 /// A load that is done before this needs no bar: it would only flicker.
 const PATIENCE: Duration = Duration::from_millis(300);
 
-/// Progress of loading, drawn where a person watches.
+/// Progress of loading, drawn where a person watches. Clones are the same bar.
+#[derive(Clone)]
 struct Bar {
     bar: ProgressBar,
     started: Instant,
@@ -155,14 +198,32 @@ impl Bar {
                 self.bar.set_position(self.bar.position().max(done as u64));
             }
             Progress::Dense { done, total } => {
-                if self.bar.length() != Some(total) {
-                    self.bar.set_style(style("loading {wide_bar} {bytes} of {total_bytes} {eta:>4}"));
-                    self.bar.set_length(total);
-                }
-                self.bar.set_position(done);
+                self.bytes("loading {wide_bar} {bytes} of {total_bytes} {eta:>4}", done, total);
             }
             _ => {}
         }
+    }
+
+    fn page_locking(&self, done: u64, total: u64) {
+        if self.started.elapsed() >= PATIENCE {
+            self.bytes("page-locking {wide_bar} {bytes} of {total_bytes} {eta:>4}", done, total);
+        }
+    }
+
+    /// Drawn at once: it is not known how long it takes.
+    fn preparing(&self) {
+        self.bar.set_style(style(
+            "preparing the GPU's kernels (up to half a minute the first time) {elapsed:>4}",
+        ));
+        self.bar.enable_steady_tick(Duration::from_millis(500));
+    }
+
+    fn bytes(&self, template: &'static str, done: u64, total: u64) {
+        if self.bar.length() != Some(total) {
+            self.bar.set_style(style(template));
+            self.bar.set_length(total);
+        }
+        self.bar.set_position(done);
     }
 
     fn clear(&self) {

@@ -2,6 +2,8 @@
 
 mod args;
 mod chat;
+mod device;
+mod doctor;
 mod error;
 mod generate;
 mod input;
@@ -14,6 +16,7 @@ mod sampling;
 mod size;
 mod sys;
 mod talk;
+mod trace;
 
 use std::process::ExitCode;
 
@@ -36,6 +39,8 @@ fn main() -> ExitCode {
     let done = match &cli.command {
         Command::Chat(args) => chat::run(args),
         Command::Generate(args) => generate::run(args),
+        Command::Doctor(args) => doctor::run(args),
+        Command::Trace(command) => trace::run(command),
     };
     match done {
         Ok(()) => ExitCode::SUCCESS,

@@ -1,6 +1,7 @@
 //! What is told about a run: `--stats` for people, `--json` for programs.
 
 use comoe_core::CacheStats;
+use comoe_core::backend::cuda::measure::copy_bandwidth;
 use comoe_core::stats::human_bytes;
 use comoe_models::{Finish, Generation};
 use serde::Serialize;
@@ -59,6 +60,9 @@ struct Cache {
     prefetch_wasted: u64,
     prefetch_wasted_bytes: u64,
     stalled_s: f64,
+    /// GB/s of transfers while they ran; absent before the first, or where their time is not known.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    link_gb_s: Option<f64>,
 }
 
 impl<'a> Report<'a> {
@@ -104,7 +108,7 @@ impl Cache {
             staging_slots: stats.staging_slots,
             experts: stats.records,
             record_bytes: stats.slot_bytes,
-            policy: options.policy.to_string(),
+            policy: loaded.model.experts().policy().to_string(),
             scope: options.scope.to_string(),
             prefetch: options.prefetch.to_string(),
             accesses: stats.accesses(),
@@ -120,6 +124,7 @@ impl Cache {
             prefetch_wasted: stats.prefetch_wasted,
             prefetch_wasted_bytes: stats.prefetch_wasted_bytes,
             stalled_s: stats.time.stalled.as_secs_f64(),
+            link_gb_s: stats.bandwidth(),
         }
     }
 }
@@ -152,7 +157,9 @@ pub(crate) fn say_speed(generation: &Generation) {
 
 /// The cache's counters and the memory.
 pub(crate) fn say_cache(loaded: &Loaded, memory: &MemoryWatch) {
-    say!("{}", loaded.model.experts().stats());
+    let stats = loaded.model.experts().stats();
+    say!("{stats}");
+    say_link(loaded, &stats);
     if let Some(peak) = memory.peak() {
         say!(
             "memory   peak RssAnon {} (sampled every {} ms)",
@@ -162,9 +169,104 @@ pub(crate) fn say_cache(loaded: &Loaded, memory: &MemoryWatch) {
     }
 }
 
+/// Size of the copies that show what a link can do; `comoe doctor` finds its best figure there.
+const LARGE_COPY: usize = 64 << 20;
+/// Transfers that reach less of the measured bandwidth deserve a warning.
+const GOOD_PART: f64 = 0.7;
+/// Fewer bytes than this say nothing about a link: they are over in milliseconds.
+const ENOUGH_BYTES: u64 = 256 << 20;
+/// Copies of less do not fill a link.
+const SMALL_COPY: u64 = 1 << 20;
+
+/// Bandwidth achieved, and on a GPU what the link can do, measured now.
+fn say_link(loaded: &Loaded, stats: &CacheStats) {
+    let Some(achieved) = stats.bandwidth() else { return };
+    let device = loaded.model.decoder().device();
+    if !device.is_cuda() {
+        say!("link     {achieved:.1} GB/s of transfers while they ran");
+        return;
+    }
+    let measured = match copy_bandwidth(device, LARGE_COPY) {
+        Ok(measured) => measured,
+        Err(e) => {
+            say!(
+                "link     {achieved:.1} GB/s of transfers while they ran; the link could not be measured: {e}"
+            );
+            return;
+        }
+    };
+    say!(
+        "link     {achieved:.1} GB/s of transfers while they ran, {:.0} % of the {measured:.1} GB/s that large page-locked \
+         copies reach (as in comoe doctor)",
+        100.0 * achieved / measured
+    );
+    let experts = loaded.model.experts();
+    let unlocked =
+        experts.backend_info().page_locked.map_or(0, |l| experts.directory().total_bytes().saturating_sub(l));
+    if let Some(warning) = slow_link(stats, achieved, measured, unlocked) {
+        say!("warning: {warning}");
+    }
+}
+
+/// What to say of transfers that reach `achieved` of `measured` GB/s, with `unlocked` bytes of experts not page-locked.
+fn slow_link(stats: &CacheStats, achieved: f64, measured: f64, unlocked: u64) -> Option<String> {
+    let moved = stats.bytes_moved + stats.prefetched_bytes;
+    // A NaN is not below.
+    if moved < ENOUGH_BYTES || achieved >= GOOD_PART * measured || measured.is_nan() {
+        return None;
+    }
+    let mut causes = Vec::new();
+    if unlocked > 0 {
+        causes.push(format!(
+            "{} of the experts are not page-locked (see the load lines, and comoe doctor for the limit)",
+            human_bytes(unlocked)
+        ));
+    }
+    let batch = moved / (stats.transfers + stats.prefetched).max(1);
+    if batch < SMALL_COPY {
+        causes.push(format!("a transfer brings only {}, too little to fill the link", human_bytes(batch)));
+    }
+    if causes.is_empty() {
+        causes.push(
+            "other work on the link or on memory (run comoe doctor while the machine is idle)".to_owned(),
+        );
+    }
+    Some(format!(
+        "transfers reach {:.0} % of what the link can do: {}",
+        100.0 * achieved / measured,
+        causes.join("; ")
+    ))
+}
+
 /// What the cache advises after the run.
 pub(crate) fn say_warnings(loaded: &Loaded) {
     for warning in loaded.model.experts().stats().warnings() {
         say!("warning: {warning}");
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn moved(bytes: u64, transfers: u64) -> CacheStats {
+        CacheStats { bytes_moved: bytes, transfers, ..CacheStats::default() }
+    }
+
+    #[test]
+    fn slow_transfers_name_their_causes_and_fast_ones_say_nothing() {
+        let large = moved(1 << 30, 100);
+        assert_eq!(slow_link(&large, 36.0, 50.0, 1 << 30), None);
+        let said = slow_link(&large, 34.0, 50.0, 1 << 30).unwrap();
+        assert!(
+            said.contains("68 %") && said.contains("1.0 GiB of the experts are not page-locked"),
+            "{said}"
+        );
+        assert!(!said.contains("too little"), "{said}");
+        let said = slow_link(&moved(1 << 30, 16 << 10), 5.0, 50.0, 0).unwrap();
+        assert!(said.contains("only 64.0 KiB") && !said.contains("not page-locked"), "{said}");
+        let said = slow_link(&large, 5.0, 50.0, 0).unwrap();
+        assert!(said.contains("other work"), "{said}");
+        assert_eq!(slow_link(&moved(100 << 20, 10), 5.0, 50.0, 0), None, "too little to say anything");
     }
 }

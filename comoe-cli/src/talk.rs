@@ -2,6 +2,7 @@
 
 use std::ops::ControlFlow;
 
+use comoe_core::trace::Phase;
 use comoe_models::{
     Conversation, Event, Finish, GenerateOptions, Generation, Model, Reply, SamplerOptions, Session,
 };
@@ -12,6 +13,7 @@ use crate::load::Loaded;
 use crate::output::{Answers, say};
 use crate::report::{self, Report};
 use crate::sys::{Answering, MemoryWatch};
+use crate::trace::Recording;
 
 /// Most tokens of an answer unless asked otherwise. Models that never stop exist.
 const MAX_TOKENS: usize = 1024;
@@ -30,6 +32,8 @@ pub(crate) struct Talk<'m> {
     settings: Settings<'m>,
     memory: Option<&'m MemoryWatch>,
     answers: Answers,
+    /// Where the routing goes.
+    recording: Option<&'m Recording>,
     /// Turns said, so that the same words said again are sampled anew.
     turns: u64,
 }
@@ -46,7 +50,7 @@ impl<'m> Talk<'m> {
         memory: Option<&'m MemoryWatch>,
     ) -> Result<Self> {
         let partner = Partner::Chat(loaded.model.conversation(system)?);
-        Ok(Self { loaded, partner, settings, memory, answers: Answers::new(), turns: 0 })
+        Ok(Self { loaded, partner, settings, memory, answers: Answers::new(), recording: None, turns: 0 })
     }
 
     /// A text that every turn continues.
@@ -59,7 +63,12 @@ impl<'m> Talk<'m> {
         memory: Option<&'m MemoryWatch>,
     ) -> Result<Self> {
         let partner = Partner::Text(RawText { session: loaded.model.session()?, tokens: Vec::new() });
-        Ok(Self { loaded, partner, settings, memory, answers: Answers::new(), turns: 0 })
+        Ok(Self { loaded, partner, settings, memory, answers: Answers::new(), recording: None, turns: 0 })
+    }
+
+    /// Tells `recording` where turns and answers begin.
+    pub(crate) fn recorded(self, recording: Option<&'m Recording>) -> Self {
+        Self { recording, ..self }
     }
 
     /// Forgets what was said.
@@ -75,17 +84,27 @@ impl<'m> Talk<'m> {
     /// # Errors
     /// When the text does not fit the context, the model fails, or standard output cannot be written.
     pub(crate) fn say(&mut self, text: &str) -> Result<()> {
-        let seed = self.settings.sampler.seed.wrapping_add(self.turns);
+        let (turn, recording) = (self.turns, self.recording);
+        let seed = self.settings.sampler.seed.wrapping_add(turn);
         self.turns += 1;
+        if let Some(recording) = recording {
+            recording.begin(turn, Phase::Prompt);
+        }
         let options = GenerateOptions {
             max_tokens: self.settings.max_tokens,
             sampler: SamplerOptions { seed, ..self.settings.sampler.clone() },
+            check_every: self.loaded.check,
             ..GenerateOptions::default()
         };
         let (answers, json) = (&mut self.answers, self.settings.output.json);
 
         let answering = Answering::begin();
         let mut listen = |event: Event<'_>| {
+            if let (Some(recording), Event::Prefill { done, total }) = (recording, event)
+                && done == total
+            {
+                recording.begin(turn, Phase::Decode);
+            }
             let written = match event {
                 Event::Text(piece) if !json => answers.piece(piece),
                 _ => true,

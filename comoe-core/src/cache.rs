@@ -5,17 +5,19 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use candle_core::{DType, Device, Tensor};
 
 use crate::backend::cpu::CpuBackend;
-use crate::backend::cuda::CudaOptions;
+use crate::backend::cuda::{CudaOptions, cuda_memory};
 use crate::backend::{Backend, BackendInfo, Work};
 use crate::error::{Error, Result};
 use crate::expert::{ExpertId, ExpertLayout, ExpertSpec};
 use crate::format::ExpertFormat;
+use crate::machine;
 use crate::policy::PolicyKind;
 use crate::pool::{Pool, PoolShape};
-use crate::predict::{Correlation, Prefetch};
+use crate::predict::{Correlation, EvidenceGate, GateOptions, Predictor, Prefetch};
 use crate::schedule::{Engine, Need, PrefetchEngine, PrefetchTrigger, Rules, Step};
 use crate::stats::CacheStats;
 use crate::store::{Directory, ExpertStore, RecordIndex, RecordSource};
+use crate::trace::{Routed, RoutingObserver};
 
 /// How many records the pool holds.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
@@ -30,6 +32,8 @@ pub enum Capacity {
     Bytes(u64),
     /// This part of all records, 0 to 1.
     Fraction(f64),
+    /// As many slots as fit the memory that is free on the device, less [`CacheOptions::reserve`].
+    Fit,
 }
 
 /// Which records compete for a slot.
@@ -83,6 +87,51 @@ pub struct CacheOptions {
     /// Most records that one row of a step uses (the model's top-k); 0 when it is not known. Fewer slots are
     /// refused.
     pub top_k: usize,
+    /// Device memory that slots leave free, in bytes: for dense weights, KV cache and workspace that come later. On a
+    /// GPU, slots that do not fit beside it are refused before anything is loaded.
+    pub reserve: u64,
+}
+
+/// Memory of a device that slots may take.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Room {
+    device: String,
+    free: u64,
+    reserve: u64,
+    /// Whether more than this is refused. Host memory is no hard limit: it holds the page cache too.
+    hard: bool,
+}
+
+impl Room {
+    fn of(device: &Device, reserve: u64) -> Result<Option<Self>> {
+        Ok(match device {
+            Device::Cuda(_) => {
+                let (free, _) = cuda_memory(device)?;
+                Some(Self { device: format!("{:?}", device.location()), free, reserve, hard: true })
+            }
+            _ => {
+                let room = |free| Self { device: "this machine".to_owned(), free, reserve, hard: false };
+                machine::ram_available().map(room)
+            }
+        })
+    }
+
+    /// Slots of `slot_bytes` that fit.
+    fn slots(&self, slot_bytes: usize) -> usize {
+        let bytes = self.free.saturating_sub(self.reserve);
+        usize::try_from(bytes / slot_bytes as u64).unwrap_or(usize::MAX)
+    }
+
+    fn refuse(&self, slots: usize, slot_bytes: usize) -> Error {
+        Error::NoRoom {
+            device: self.device.clone(),
+            slots,
+            asked: slots as u64 * slot_bytes as u64,
+            free: self.free,
+            reserve: self.reserve,
+            most: self.slots(slot_bytes),
+        }
+    }
 }
 
 /// What a cache will use: computed from the options and a directory alone.
@@ -95,12 +144,19 @@ struct Layout {
 
 impl CacheOptions {
     /// Slots for a store, before it is known how they are divided.
-    fn slots(&self, directory: &Directory, slot_bytes: usize) -> Result<usize> {
+    fn slots(&self, directory: &Directory, slot_bytes: usize, room: Option<&Room>) -> Result<usize> {
         let all = directory.len();
         let least = self.top_k.clamp(1, all);
+        if self.capacity == Capacity::Fit {
+            let Some(room) = room else { return Ok(all) };
+            let fit = room.slots(slot_bytes);
+            // With a slot for every record nothing is staged.
+            let slots = if fit >= all { all } else { fit.saturating_sub(self.staging()) };
+            return if slots < least { Err(room.refuse(least, slot_bytes)) } else { Ok(slots) };
+        }
         let slot_bytes = slot_bytes as u64;
         let slots = match self.capacity {
-            Capacity::All => all,
+            Capacity::All | Capacity::Fit => all,
             Capacity::Slots(n) => n,
             Capacity::Bytes(bytes) => usize::try_from(bytes / slot_bytes).unwrap_or(usize::MAX),
             Capacity::Fraction(f) if f > 0.0 && f <= 1.0 => (all as f64 * f).round() as usize,
@@ -121,8 +177,17 @@ impl CacheOptions {
         }
     }
 
-    fn layout(&self, directory: &Directory, slot_bytes: usize) -> Result<Layout> {
-        let slots = self.slots(directory, slot_bytes)?;
+    /// Staging slots, unless every record has a slot.
+    fn staging(&self) -> usize {
+        match self.prefetch {
+            Prefetch::Off => 0,
+            // Room for what was guessed for this layer and for the next.
+            Prefetch::Correlation | Prefetch::Auto => 2 * self.prefetch_width(),
+        }
+    }
+
+    fn layout(&self, directory: &Directory, slot_bytes: usize, room: Option<&Room>) -> Result<Layout> {
+        let slots = self.slots(directory, slot_bytes, room)?;
         let experts: Vec<usize> = directory.layers().iter().map(|e| e.experts).collect();
         let mut notes = Vec::new();
         let resident = slots == directory.len();
@@ -131,11 +196,10 @@ impl CacheOptions {
             prefetch = Prefetch::Off;
             notes.push("every expert has a slot, so nothing is prefetched".to_owned());
         }
-        let staging = match prefetch {
-            Prefetch::Off => 0,
-            // Room for what was guessed for this layer and for the next.
-            Prefetch::Correlation => 2 * self.prefetch_width(),
-        };
+        let staging = if prefetch == Prefetch::Off { 0 } else { self.staging() };
+        if let Some(room) = room.filter(|room| room.hard && room.slots(slot_bytes) < slots + staging) {
+            return Err(room.refuse(slots + staging, slot_bytes));
+        }
         let one_token = experts.len() * self.top_k.max(1);
         let shape = if self.scope == Scope::Global {
             PoolShape::global(slots, experts.len(), staging)
@@ -191,7 +255,7 @@ impl<S> CacheBuilder<S> {
         self
     }
 
-    /// Who leaves when a slot is needed. Default: LRU.
+    /// Who leaves when a slot is needed. Default: [`PolicyKind::Auto`].
     pub fn policy(mut self, policy: PolicyKind) -> Self {
         self.options.policy = policy;
         self
@@ -250,27 +314,44 @@ impl<S> CacheBuilder<S> {
             Device::Cuda(_) => cuda.slot_bytes(&directory),
             _ => directory.largest_record(),
         };
-        let layout = options.layout(&directory, slot_bytes)?;
+        let room = Room::of(&device, options.reserve)?;
+        let layout = options.layout(&directory, slot_bytes, room.as_ref())?;
         let backend = match backend {
             Some(backend) => backend,
             None => backend_for(&device, &source, cuda)?,
         };
         let info = backend.info();
         let records = directory.len();
-        let pool = Pool::new(layout.shape, records, |slots| options.policy.build(slots, records));
+        let policy = options.policy.in_force(matches!(device, Device::Cuda(_)));
+        let sharing = directory.layers().len().div_ceil(layout.shape.partitions.len().max(1));
+        let per_token = options.top_k.max(1) * sharing;
+        let pool = Pool::new(layout.shape, records, |slots| policy.build(slots, records, per_token));
+        let experts: Vec<usize> = directory.layers().iter().map(|e| e.experts).collect();
+        let (trigger, width) = (options.prefetch_trigger, options.prefetch_width());
+        let prefetch =
+            |predictor: Box<dyn Predictor>, gate| Some(PrefetchEngine::new(predictor, trigger, width, gate));
         let prefetch = match layout.prefetch {
             Prefetch::Off => None,
-            Prefetch::Correlation => {
-                let experts: Vec<usize> = directory.layers().iter().map(|e| e.experts).collect();
-                let predictor = Box::new(Correlation::new(&experts));
-                Some(PrefetchEngine::new(predictor, options.prefetch_trigger, options.prefetch_width()))
+            Prefetch::Correlation => prefetch(Box::new(Correlation::new(&experts, 1)), None),
+            Prefetch::Auto => {
+                let gate = EvidenceGate::new(experts.len(), GateOptions::new(width));
+                prefetch(Box::new(Correlation::new(&experts, 1)), Some(gate))
             }
         };
         let engine = Engine::new(backend, directory.clone(), pool, prefetch, slot_bytes, rules)?;
-        for note in layout.notes.iter().chain(&info.notes) {
-            tracing::warn!("{note}");
-        }
-        Ok((Core { engine: Mutex::new(engine), directory, source, info, notes: layout.notes, device }, store))
+        layout.notes.iter().for_each(|note| tracing::warn!("{note}"));
+        info.notes.iter().for_each(|note| tracing::info!("{}: {note}", info.device));
+        let core = Core {
+            engine: Mutex::new(engine),
+            directory,
+            source,
+            info,
+            notes: layout.notes,
+            device,
+            policy,
+            observer: Mutex::new(None),
+        };
+        Ok((core, store))
     }
 }
 
@@ -300,9 +381,18 @@ struct Core {
     info: BackendInfo,
     notes: Vec<String>,
     device: Device,
+    policy: PolicyKind,
+    observer: Mutex<Option<Box<dyn RoutingObserver>>>,
 }
 
 impl Core {
+    /// Tells the observer, if there is one.
+    fn observed(&self, step: &Routed<'_>) {
+        if let Some(observer) = self.observer.lock().unwrap_or_else(PoisonError::into_inner).as_mut() {
+            observer.step(step);
+        }
+    }
+
     /// Callers take turns. A panic in another thread leaves the engine as an error would: its own state decides.
     fn engine(&self) -> MutexGuard<'_, Engine> {
         self.engine.lock().unwrap_or_else(PoisonError::into_inner)
@@ -335,6 +425,10 @@ impl Core {
     fn check(&self) -> Result<usize> {
         self.engine().check_slots(&|record, out| self.source.read(record, out))
     }
+
+    fn check_sample(&self, most: usize) -> Result<usize> {
+        self.engine().check_sample(most, &|record, out| self.source.read(record, out))
+    }
 }
 
 macro_rules! shared_methods {
@@ -359,6 +453,11 @@ macro_rules! shared_methods {
             &self.core.notes
         }
 
+        /// The policy in force, also where [`PolicyKind::Auto`] was asked for.
+        pub fn policy(&self) -> PolicyKind {
+            self.core.policy
+        }
+
         /// The records that the cache serves.
         pub fn directory(&self) -> &Directory {
             &self.core.directory
@@ -370,6 +469,17 @@ macro_rules! shared_methods {
         /// [`Error::SlotDiffers`] for the first slot that differs, or the failure of a transfer.
         pub fn check(&self) -> Result<usize> {
             self.core.check()
+        }
+
+        /// Compares up to `most` resident slots, and the keys they are found under, with the store; returns how many
+        /// were compared. Repeated calls go round all slots. A difference stops the cache: nothing in it is trusted
+        /// from then on.
+        ///
+        /// # Errors
+        /// [`Error::SlotDiffers`] or [`Error::KeyDiffers`] for the first slot that differs, [`Error::Stopped`] after
+        /// an earlier failure, or the failure of a transfer.
+        pub fn check_sample(&self, most: usize) -> Result<usize> {
+            self.core.check_sample(most)
         }
 
         /// Runs `f` on the backend while nobody else uses it. For tests that look into slots or damage them.
@@ -406,6 +516,12 @@ impl ExpertCache {
     pub fn format(&self) -> ExpertFormat {
         // A store has one format, and an empty one is refused when the cache is built.
         self.layouts[0].format
+    }
+
+    /// From now on `observer` sees the routing of every layer step, before it runs; `None` ends that. Without one a step
+    /// pays for one uncontended lock.
+    pub fn observe(&self, observer: Option<Box<dyn RoutingObserver>>) {
+        *self.core.observer.lock().unwrap_or_else(PoisonError::into_inner) = observer;
     }
 
     shared_methods!();
@@ -480,6 +596,7 @@ impl CacheLayer<'_> {
             return Err(Error::BadRoutingWeight { layer: self.layer, token: at / top_k, value: weights[at] });
         }
         let needs = core.needs(ordinal, &choices)?;
+        core.observed(&Routed { layer: ordinal, top_k, choices: &choices, weights: Some(&weights) });
         let work = Work::Ffn { spec, layout: &self.cache.layouts[ordinal], x, weights: &weights, top_k };
         core.engine().step(Step { layer: ordinal, needs, choices: &choices, top_k, work })
     }
@@ -531,5 +648,46 @@ impl CacheBuilder<Arc<dyn RecordSource>> {
     pub fn build(self) -> Result<RecordCache> {
         let source = self.store.clone();
         Ok(RecordCache { core: self.core(source)?.0 })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SLOT: usize = 512;
+
+    fn slots(options: &CacheOptions, free: u64, hard: bool) -> Result<usize> {
+        let directory = Directory::new([(0, 8, SLOT), (1, 8, SLOT)]).unwrap();
+        let room = Room { device: "gpu".to_owned(), free, reserve: options.reserve, hard };
+        options.layout(&directory, SLOT, Some(&room)).map(|l| l.shape.slots())
+    }
+
+    #[test]
+    fn as_many_slots_as_fit_leave_the_reserve_and_the_staging_slots_free() {
+        let slot = SLOT as u64;
+        let fit =
+            CacheOptions { capacity: Capacity::Fit, top_k: 2, reserve: 1000, ..CacheOptions::default() };
+        assert_eq!(slots(&fit, 1000 + 6 * slot, true).unwrap(), 6);
+        assert_eq!(slots(&fit, 999 + 6 * slot, true).unwrap(), 5);
+        assert_eq!(slots(&fit, 1000 + 99 * slot, true).unwrap(), 16, "no more than there are");
+        let staged = CacheOptions { prefetch: Prefetch::Correlation, ..fit.clone() };
+        assert_eq!(slots(&staged, 1000 + 10 * slot, true).unwrap(), 6, "four are for staging");
+        assert_eq!(slots(&staged, 1000 + 16 * slot, true).unwrap(), 16, "nothing is staged when all fit");
+        for free in [0, 999, 1000 + slot] {
+            let e = slots(&fit, free, true).unwrap_err();
+            assert!(matches!(e, Error::NoRoom { slots: 2, .. }), "{e}");
+        }
+    }
+
+    #[test]
+    fn what_does_not_fit_a_gpu_is_refused_and_host_memory_is_no_hard_limit() {
+        let options = CacheOptions { capacity: Capacity::Slots(8), reserve: 1000, ..CacheOptions::default() };
+        let free = 1000 + 7 * SLOT as u64;
+        let e = slots(&options, free, true).unwrap_err();
+        assert!(matches!(e, Error::NoRoom { slots: 8, most: 7, .. }), "{e}");
+        assert!(e.to_string().contains("7 slots fit"), "{e}");
+        assert_eq!(slots(&options, free, false).unwrap(), 8);
+        assert_eq!(slots(&options, free + SLOT as u64, true).unwrap(), 8);
     }
 }

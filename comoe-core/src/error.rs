@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 
 use crate::expert::ExpertId;
+use crate::stats::human_bytes;
 
 /// Shorthand for this crate's results.
 pub type Result<T> = std::result::Result<T, Error>;
@@ -192,6 +193,17 @@ pub enum Error {
         at: usize,
     },
 
+    /// The table of slots does not find a record where the slot says it is.
+    #[error("slot {slot} says that it holds {id}, which is looked for in {}", found.map_or("no slot".to_owned(), |s| format!("slot {s}")))]
+    KeyDiffers {
+        /// The expert.
+        id: ExpertId,
+        /// The slot's number.
+        slot: u32,
+        /// Where the expert is looked for.
+        found: Option<u32>,
+    },
+
     /// The simulated backend saw work in an order that a real device need not keep.
     #[error("ordering rule broken: {rule} ({id})")]
     RuleBroken {
@@ -201,6 +213,42 @@ pub enum Error {
         id: ExpertId,
     },
 
+    /// A routing trace that cannot be read.
+    #[error("{}, {at}: {reason}", path.display())]
+    BadTrace {
+        /// The file.
+        path: PathBuf,
+        /// Where in it: a line of text, or an offset in bytes.
+        at: TracePlace,
+        /// What was expected, what was found, what to do.
+        reason: String,
+    },
+
+    /// A routing trace of a version that this build does not read.
+    #[error(
+        "{}: routing trace of version {found}, this build reads {known}; update comoe, or record the trace again",
+        path.display()
+    )]
+    TraceVersion {
+        /// The file.
+        path: PathBuf,
+        /// Its version.
+        found: String,
+        /// The version that this build reads.
+        known: u32,
+    },
+
+    /// A routing trace of another model.
+    #[error(
+        "the trace was recorded from {recorded:?}, which is not this model: {reason}; record one from this model"
+    )]
+    TraceOfAnotherModel {
+        /// The model that the trace names.
+        recorded: String,
+        /// Where the two differ.
+        reason: String,
+    },
+
     /// A device that this build or machine cannot use.
     #[error("device {asked}: {reason}")]
     Device {
@@ -208,6 +256,28 @@ pub enum Error {
         asked: String,
         /// Why it cannot be used and what to do.
         reason: String,
+    },
+
+    /// The slots do not fit beside what else must be in the device's memory.
+    #[error(
+        "{device}: {slots} slots for experts need {}, but only {} of memory are free, and {} of it are kept for the rest \
+         of the model: {most} slots fit; give fewer slots, a smaller expert format (int8, int4) or a shorter context, \
+         or free memory (see `nvidia-smi`)",
+        human_bytes(*asked), human_bytes(*free), human_bytes(*reserve)
+    )]
+    NoRoom {
+        /// The device.
+        device: String,
+        /// Slots that were wanted, staging included; the least that works where as many as fit were asked for.
+        slots: usize,
+        /// Their bytes.
+        asked: u64,
+        /// Bytes free on the device.
+        free: u64,
+        /// Bytes of them that are kept for other uses.
+        reserve: u64,
+        /// Slots that would fit.
+        most: usize,
     },
 
     /// GPU memory ran out.
@@ -256,6 +326,24 @@ pub enum Error {
     /// An error of candle.
     #[error(transparent)]
     Candle(#[from] candle_core::Error),
+}
+
+/// A place in a routing trace.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum TracePlace {
+    /// A line of a text file, from 1.
+    Line(u64),
+    /// An offset in a binary file, in bytes.
+    Byte(u64),
+}
+
+impl std::fmt::Display for TracePlace {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Line(line) => write!(f, "line {line}"),
+            Self::Byte(byte) => write!(f, "byte {byte}"),
+        }
+    }
 }
 
 impl Error {

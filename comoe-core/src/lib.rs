@@ -55,6 +55,7 @@ pub mod machine;
 pub mod policy;
 pub mod pool;
 pub mod predict;
+pub mod replay;
 mod schedule;
 #[cfg(test)]
 mod schedule_tests;
@@ -62,8 +63,9 @@ mod simd;
 pub mod stats;
 pub mod store;
 mod sys;
+pub mod trace;
 
-pub use backend::cuda::{CudaOptions, cuda_device, cuda_device_count};
+pub use backend::cuda::{CudaOptions, ResidentFormat, cuda_device, cuda_device_count, cuda_memory};
 pub use cache::{CacheBuilder, CacheLayer, CacheOptions, Capacity, ExpertCache, RecordCache, Scope};
 pub use error::{Error, Result};
 pub use expert::{Activation, ExpertId, ExpertLayout, ExpertSpec, WeightOn};

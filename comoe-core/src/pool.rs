@@ -300,7 +300,7 @@ mod tests {
     }
 
     fn pool(shape: PoolShape, records: usize) -> Pool {
-        Pool::new(shape, records, |slots| PolicyKind::Lru.build(slots, records))
+        Pool::new(shape, records, |slots| PolicyKind::Lru.build(slots, records, 1))
     }
 
     #[test]

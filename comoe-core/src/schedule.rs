@@ -16,8 +16,8 @@ use candle_core::Tensor;
 
 use crate::backend::{Backend, Fill, Queue, SlotId, Ticket, Work, WorkItem};
 use crate::error::{Error, Result};
-use crate::pool::{Located, Pool};
-use crate::predict::{Predictor, Scored};
+use crate::pool::{Located, Pool, SlotState};
+use crate::predict::{Evidence, EvidenceGate, Predictor, Scored};
 use crate::stats::{CacheStats, LayerStats};
 use crate::store::{Directory, RecordIndex};
 
@@ -85,29 +85,46 @@ pub(crate) struct PrefetchEngine {
     pub(crate) trigger: PrefetchTrigger,
     /// Most records prefetched per layer.
     pub(crate) width: usize,
+    /// Decides how many; without one always `width`.
+    gate: Option<EvidenceGate>,
     guesses: Vec<Scored>,
-    /// Layer and choices of the step before, to learn from.
-    previous: Option<(usize, Vec<u32>)>,
+    /// Guesses for the next layer that were not in the pool, likeliest first, and whether they were sent for.
+    pending: Vec<(RecordIndex, bool)>,
+    /// Layer that they are for.
+    pending_for: usize,
 }
 
 impl PrefetchEngine {
-    pub(crate) fn new(predictor: Box<dyn Predictor>, trigger: PrefetchTrigger, width: usize) -> Self {
-        Self { predictor, trigger, width, guesses: Vec::new(), previous: None }
+    pub(crate) fn new(
+        predictor: Box<dyn Predictor>,
+        trigger: PrefetchTrigger,
+        width: usize,
+        gate: Option<EvidenceGate>,
+    ) -> Self {
+        Self { predictor, trigger, width, gate, guesses: Vec::new(), pending: Vec::new(), pending_for: 0 }
     }
 
-    fn learn(&mut self, layer: usize, choices: &[u32], top_k: usize) {
-        if let Some((before, from)) = &self.previous
-            && before + 1 == layer
-            && from.len() == choices.len()
-        {
-            for (from, to) in from.chunks(top_k).zip(choices.chunks(top_k)) {
-                self.predictor.observe(*before, from, to);
-            }
-        }
-        let mut buffer = self.previous.take().map_or_else(Vec::new, |(_, buffer)| buffer);
-        buffer.clear();
-        buffer.extend_from_slice(choices);
-        self.previous = Some((layer, buffer));
+    /// Tells the gate what became of the guesses for `layer`, now that its set is known.
+    fn judge(&mut self, layer: usize, split: &Split) {
+        let pending = std::mem::take(&mut self.pending);
+        let Some(gate) = self.gate.as_mut().filter(|_| self.pending_for == layer && !pending.is_empty())
+        else {
+            return;
+        };
+        let has = |items: &[WorkItem], record| items.iter().any(|i| i.record == record);
+        let evidence: Vec<Evidence> = pending
+            .iter()
+            .map(|&(record, sent)| match sent {
+                true if has(&split.hits, record) => Evidence::Saved,
+                true if has(&split.late, record) => Evidence::Late,
+                true => Evidence::Wasted,
+                false if split.missing.iter().any(|n| n.record == record) => Evidence::WouldHaveSaved,
+                false => Evidence::WouldHaveWasted,
+            })
+            .collect();
+        // What a guess that was not sent would have spared is no demand of its own.
+        let spared = evidence.iter().filter(|e| **e == Evidence::WouldHaveSaved).count();
+        gate.judge(layer, &evidence, split.missing.len() > spared);
     }
 }
 
@@ -131,6 +148,8 @@ pub(crate) struct Engine {
     rules: Rules,
     /// Text of the first error: from then on nothing in the slots is trusted.
     failed: Option<String>,
+    /// The slot that the next sampled check begins with.
+    next_check: u32,
 }
 
 fn index(queue: Queue) -> usize {
@@ -164,6 +183,7 @@ impl Engine {
             stats: CacheStats::default(),
             rules,
             failed: None,
+            next_check: 0,
         };
         this.reset_stats();
         Ok(this)
@@ -175,6 +195,13 @@ impl Engine {
 
     pub(crate) fn stats(&self) -> CacheStats {
         let mut stats = self.stats.clone();
+        if let Some(gate) = self.prefetch.as_ref().and_then(|p| p.gate.as_ref()) {
+            for (ordinal, layer) in stats.layers.iter_mut().enumerate() {
+                layer.prefetch_width = gate.width(ordinal);
+                layer.prefetch_switches = gate.switches(ordinal);
+            }
+            stats.prefetch_judged = true;
+        }
         let (now, then) = (self.backend.transfer_time(), stats.time);
         stats.time.demand = now.demand.saturating_sub(then.demand);
         stats.time.prefetch = now.prefetch.saturating_sub(then.prefetch);
@@ -216,6 +243,9 @@ impl Engine {
             self.pool.pin(set.iter().copied());
         }
         let mut split = self.split(layer, needs)?;
+        if let Some(prefetch) = self.prefetch.as_mut() {
+            prefetch.judge(layer, &split);
+        }
         if self.rules.fills_before_hits {
             self.send_wave(layer, &mut split)?;
         }
@@ -253,6 +283,7 @@ impl Engine {
                 continue;
             }
             self.stats.prefetch_wasted += 1;
+            self.stats.layers[layer].prefetch_wasted += 1;
             self.stats.prefetch_wasted_bytes += record_bytes;
         }
         Ok(result)
@@ -276,6 +307,7 @@ impl Engine {
                 Some(located) => {
                     if located.staged {
                         self.stats.prefetch_used += 1;
+                        self.stats.layers[layer].prefetch_used += 1;
                         self.pool.promote(layer, need.record);
                     } else {
                         self.pool.hit(layer, need.record);
@@ -409,21 +441,32 @@ impl Engine {
         top_k: usize,
     ) -> Result<()> {
         let Some(prefetch) = self.prefetch.as_mut().filter(|p| p.trigger == point) else { return Ok(()) };
-        prefetch.learn(layer, choices, top_k);
+        prefetch.predictor.observe(layer, choices, top_k);
         // A prompt's union is no guide to the next layer's, and its transfers leave the link no idle time.
         if choices.len() > top_k || layer + 1 >= self.directory.layers().len() {
             return Ok(());
         }
-        prefetch.predictor.predict(layer, choices, &mut prefetch.guesses);
+        prefetch.predictor.predict(layer + 1, &mut prefetch.guesses);
         let next = &self.directory.layers()[layer + 1];
         let mut fills = Vec::new();
-        for guess in prefetch.guesses.iter().take(prefetch.width) {
-            let record = RecordIndex(next.first + guess.expert);
-            if self.pool.locate(record).is_none()
-                && let Some(slot) = self.pool.stage(record)
-            {
-                fills.push(Fill { record, slot });
+        prefetch.pending.clear();
+        prefetch.pending_for = layer + 1;
+        let (width, guesses) = match &prefetch.gate {
+            // Likely ones that are cached cost nothing: the gate counts those that are not.
+            Some(gate) => (gate.width(layer + 1), prefetch.guesses.as_slice()),
+            None => (prefetch.width, &prefetch.guesses[..prefetch.width.min(prefetch.guesses.len())]),
+        };
+        for guess in guesses {
+            if prefetch.pending.len() >= prefetch.width {
+                break;
             }
+            let record = RecordIndex(next.first + guess.expert);
+            if self.pool.locate(record).is_some() {
+                continue;
+            }
+            let slot = if prefetch.pending.len() < width { self.pool.stage(record) } else { None };
+            fills.extend(slot.map(|slot| Fill { record, slot }));
+            prefetch.pending.push((record, slot.is_some()));
         }
         if fills.is_empty() {
             return Ok(());
@@ -438,28 +481,63 @@ impl Engine {
     ///
     /// # Errors
     /// [`Error::SlotDiffers`] for the first that differs.
-    pub(crate) fn check_slots(
-        &mut self,
-        read: &dyn Fn(RecordIndex, &mut [u8]) -> Result<()>,
-    ) -> Result<usize> {
+    pub(crate) fn check_slots(&mut self, read: &Read<'_>) -> Result<usize> {
+        let all = self.resident();
+        self.compare(&all, read)
+    }
+
+    /// Compares the next `most` resident slots with the store, going round. A difference stops the engine.
+    ///
+    /// # Errors
+    /// [`Error::SlotDiffers`] or [`Error::KeyDiffers`] for the first that differs.
+    pub(crate) fn check_sample(&mut self, most: usize, read: &Read<'_>) -> Result<usize> {
+        if let Some(first) = &self.failed {
+            return Err(Error::Stopped { first: first.clone() });
+        }
+        let resident = self.resident();
+        let from = resident.partition_point(|(slot, _)| slot.0 < self.next_check);
+        let sample: Vec<_> = resident[from..].iter().chain(&resident[..from]).take(most).copied().collect();
+        self.next_check = sample.last().map_or(0, |(slot, _)| slot.0 + 1);
+        let compared = self.compare(&sample, read);
+        if let Err(e) = &compared {
+            self.failed = Some(e.to_string());
+        }
+        compared
+    }
+
+    /// Slots whose record has arrived, in order.
+    fn resident(&self) -> Vec<(SlotId, RecordIndex)> {
+        let states = self.pool.states().filter_map(|(slot, state)| match state {
+            SlotState::Resident(record) => Some((slot, record)),
+            _ => None,
+        });
+        states.collect()
+    }
+
+    fn compare(&mut self, slots: &[(SlotId, RecordIndex)], read: &Read<'_>) -> Result<usize> {
         self.backend.synchronize()?;
         let (mut have, mut want) = (Vec::new(), Vec::new());
-        let mut checked = 0;
-        for (slot, state) in self.pool.states().collect::<Vec<_>>() {
-            let crate::pool::SlotState::Resident(record) = state else { continue };
+        for &(slot, record) in slots {
+            let id = self.directory.id(record);
+            let found = self.pool.locate(record).map(|l| l.slot);
+            if found != Some(slot) {
+                return Err(Error::KeyDiffers { id, slot: slot.0, found: found.map(|s| s.0) });
+            }
             want.resize(self.directory.record_bytes(record), 0);
             read(record, &mut want)?;
             let want = self.backend.slot_image(record, &want)?;
             have.resize(want.len(), 0);
             self.backend.read_slot(slot, &mut have)?;
             if let Some(at) = have.iter().zip(want.iter()).position(|(a, b)| a != b) {
-                return Err(Error::SlotDiffers { id: self.directory.id(record), slot: slot.0, at });
+                return Err(Error::SlotDiffers { id, slot: slot.0, at });
             }
-            checked += 1;
         }
-        Ok(checked)
+        Ok(slots.len())
     }
 }
+
+/// Reads a record from the store.
+type Read<'a> = dyn Fn(RecordIndex, &mut [u8]) -> Result<()> + 'a;
 
 /// The members of a step, by what they wait for.
 #[derive(Default)]

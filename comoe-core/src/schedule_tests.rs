@@ -91,7 +91,7 @@ proptest! {
         slots in 1usize..=LAYERS * EXPERTS,
         policy in prop::sample::select(vec![PolicyKind::Lru, PolicyKind::Lfu, PolicyKind::Lfru]),
         scope in prop::sample::select(vec![Scope::Layer, Scope::Global]),
-        prefetch in prop::sample::select(vec![Prefetch::Off, Prefetch::Correlation]),
+        prefetch in prop::sample::select(vec![Prefetch::Off, Prefetch::Correlation, Prefetch::Auto]),
         trigger in prop::sample::select(vec![
             PrefetchTrigger::AfterRouting, PrefetchTrigger::MidLayer, PrefetchTrigger::EndOfLayer
         ]),
@@ -173,14 +173,14 @@ fn drop_rule(rules: Rules, prefetch: Prefetch) -> (Option<String>, bool) {
 
 #[test]
 fn with_every_rule_kept_nothing_is_caught() {
-    for prefetch in [Prefetch::Off, Prefetch::Correlation] {
+    for prefetch in [Prefetch::Off, Prefetch::Correlation, Prefetch::Auto] {
         assert_eq!(drop_rule(Rules::default(), prefetch), (None, false));
     }
 }
 
 #[test]
 fn reading_without_waiting_for_the_fill_is_caught() {
-    for prefetch in [Prefetch::Off, Prefetch::Correlation] {
+    for prefetch in [Prefetch::Off, Prefetch::Correlation, Prefetch::Auto] {
         let (said, wrong) = drop_rule(Rules { wait_before_read: false, ..Rules::default() }, prefetch);
         assert!(said.unwrap().contains("read before its fill was done"));
         assert!(wrong);
@@ -249,7 +249,7 @@ fn capacities_that_do_not_work_say_what_would() {
     assert_eq!(build(Capacity::Bytes(512 * 7 + 100)).unwrap(), 7);
     let error = |capacity| build(capacity).unwrap_err().to_string();
     assert!(error(Capacity::Slots(1)).contains("needs 2"));
-    assert!(error(Capacity::Bytes(600)).contains("at least 1024 bytes (2 slots)"));
+    assert!(error(Capacity::Bytes(600)).contains("needs 2 experts of 512 bytes; give at least 1024"));
     for f in [0.0, 1.5, -1.0, f64::NAN] {
         assert!(error(Capacity::Fraction(f)).contains("above 0"));
     }
@@ -279,6 +279,30 @@ fn correlation_prefetch_is_used_when_routing_repeats() {
 }
 
 #[test]
+fn auto_prefetch_opens_for_the_layer_where_it_pays_and_not_for_the_others() {
+    let Sim { cache, .. } =
+        sim(5, |b| b, |b| b.capacity(Capacity::Slots(3 * LAYERS)).top_k(2).prefetch(Prefetch::Auto));
+    let mut state = 1u32;
+    let mut random = || {
+        state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+        state >> 24
+    };
+    for _ in 0..600 {
+        // Layer 1 follows layer 0, layer 2 follows nothing.
+        let (first, last) = (random() % 8, random() % 8);
+        for (layer, e) in [first, (first + 3) % 8, last].into_iter().enumerate() {
+            assert_eq!(gather(&cache, layer, &[e, (e + 1) % 8]).unwrap(), expected(layer, &[e, (e + 1) % 8]));
+        }
+    }
+    let stats = cache.stats();
+    assert!(stats.prefetch_judged && stats.to_string().contains("prefetch pays in 1 of 3 layers"), "{stats}");
+    assert!(stats.layers[1].prefetch_used > 200, "{stats}");
+    assert!(stats.layers[1].prefetch_wasted < stats.layers[1].prefetch_used, "{stats}");
+    assert_eq!(stats.layers[2].prefetch_width, 0, "{stats}");
+    assert!(stats.layers[2].prefetch_wasted < 60, "{stats}");
+}
+
+#[test]
 fn a_flipped_byte_in_a_slot_shows_and_is_found_by_check() {
     let Sim { cache, .. } = sim(1, |b| b, |b| b.capacity(Capacity::All));
     gather(&cache, 2, &[6]).unwrap();
@@ -293,4 +317,29 @@ fn a_flipped_byte_in_a_slot_shows_and_is_found_by_check() {
     assert_eq!(gather(&cache, 2, &[6]).unwrap(), [[22, 23]]);
     let found = cache.check().unwrap_err().to_string();
     assert!(found.contains("layer 2 expert 6") && found.contains("byte 4"), "{found}");
+}
+
+#[test]
+fn sampled_checks_go_round_and_a_difference_stops_the_cache() {
+    let Sim { cache, .. } = sim(1, |b| b, |b| b.capacity(Capacity::All));
+    assert_eq!(cache.check_sample(4).unwrap(), 0, "nothing is resident yet");
+    for expert in 0..7 {
+        gather(&cache, 2, &[expert]).unwrap();
+    }
+    for _ in 0..10 {
+        assert_eq!(cache.check_sample(3).unwrap(), 3);
+    }
+    let slot = cache.with_backend(|_, pool| pool.locate(RecordIndex(22)).unwrap().slot);
+    cache.with_backend(|backend, _| {
+        let mut bytes = vec![0; 512];
+        backend.read_slot(slot, &mut bytes).unwrap();
+        bytes[9] ^= 1;
+        backend.write_slot(slot, &bytes).unwrap();
+    });
+    // Seven resident slots, two at a time: found by the fourth call at the latest.
+    let found = (0..4).find_map(|_| cache.check_sample(2).err()).expect("the damage is found");
+    assert!(found.to_string().contains("layer 2 expert 6"), "{found}");
+    let stopped = gather(&cache, 2, &[0]).unwrap_err().to_string();
+    assert!(stopped.contains("stopped") && stopped.contains("layer 2 expert 6"), "{stopped}");
+    assert!(cache.check_sample(2).is_err());
 }

@@ -3,6 +3,7 @@
 use std::fmt;
 
 use crate::backend::TransferTime;
+use crate::machine::gb_per_s;
 
 /// Counters of one layer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -17,6 +18,14 @@ pub struct LayerStats {
     pub misses: u64,
     /// Misses that were already on their way.
     pub late: u64,
+    /// Records prefetched for this layer that were used.
+    pub prefetch_used: u64,
+    /// Records prefetched for this layer that were dropped unused.
+    pub prefetch_wasted: u64,
+    /// Records that may be prefetched for this layer right now, where that is judged while running; 0 is off.
+    pub prefetch_width: usize,
+    /// How often that left or reached 0 since the cache was built.
+    pub prefetch_switches: u64,
 }
 
 /// Counters since the cache was built or [`reset`](crate::ExpertCache::reset_stats).
@@ -52,6 +61,8 @@ pub struct CacheStats {
     pub prefetch_wasted: u64,
     /// Their bytes.
     pub prefetch_wasted_bytes: u64,
+    /// Whether prefetching is judged while it runs, layer by layer ([`Prefetch::Auto`](crate::Prefetch::Auto)).
+    pub prefetch_judged: bool,
     /// Time of transfers, and of waiting for them.
     pub time: TransferTime,
 }
@@ -92,6 +103,13 @@ impl CacheStats {
     /// Bytes of all slots, without staging.
     pub fn pool_bytes(&self) -> u64 {
         self.slots as u64 * self.slot_bytes as u64
+    }
+
+    /// GB/s (10^9 bytes) of all transfers while they ran; `None` before the first, or where their time is not known.
+    pub fn bandwidth(&self) -> Option<f64> {
+        let time = self.time.demand + self.time.prefetch;
+        let bytes = self.bytes_moved + self.prefetched_bytes;
+        (bytes > 0 && !time.is_zero()).then(|| gb_per_s(bytes, time))
     }
 
     /// What looks bad, and what to change.
@@ -176,6 +194,23 @@ impl fmt::Display for CacheStats {
             self.prefetch_wasted,
             human_bytes(self.prefetch_wasted_bytes)
         )?;
+        if self.prefetch_judged {
+            let on = self.layers.iter().filter(|l| l.prefetch_width > 0);
+            let by_layer: Vec<_> = on
+                .map(|l| {
+                    let (width, used, wasted) = (l.prefetch_width, l.prefetch_used, l.prefetch_wasted);
+                    format!("{}: {width} wide, {used} used, {wasted} wasted", l.layer)
+                })
+                .collect();
+            writeln!(
+                f,
+                "judged   prefetch pays in {} of {} layers now ({} changes): {}",
+                by_layer.len(),
+                self.layers.len(),
+                self.sum(|l| l.prefetch_switches),
+                if by_layer.is_empty() { "none".to_owned() } else { by_layer.join("; ") }
+            )?;
+        }
         let moving = self.time.demand + self.time.prefetch;
         write!(
             f,
@@ -192,7 +227,7 @@ mod tests {
     use super::*;
 
     fn stats(hits: u64, misses: u64) -> CacheStats {
-        let layer = LayerStats { layer: 0, accesses: hits + misses, hits, misses, late: 0 };
+        let layer = LayerStats { layer: 0, accesses: hits + misses, hits, misses, ..Default::default() };
         CacheStats { slots: 4, slot_bytes: 1536, records: 64, layers: vec![layer], ..Default::default() }
     }
 
@@ -201,6 +236,21 @@ mod tests {
         assert!(stats(100, 900).warnings()[0].contains("4 slots for 64 experts"));
         assert!(stats(600, 400).warnings().is_empty());
         assert!(stats(1, 9).warnings().is_empty());
+    }
+
+    #[test]
+    fn bandwidth_counts_all_transfers_and_their_time() {
+        use std::time::Duration;
+
+        let time = TransferTime {
+            demand: Duration::from_millis(750),
+            prefetch: Duration::from_millis(250),
+            stalled: Duration::from_secs(9),
+        };
+        let moved = CacheStats { bytes_moved: 3_000_000_000, prefetched_bytes: 1_000_000_000, ..stats(1, 1) };
+        assert_eq!(moved.bandwidth(), None, "no time is known");
+        assert_eq!(CacheStats { time, ..moved }.bandwidth(), Some(4.0));
+        assert_eq!(CacheStats { time, ..stats(1, 1) }.bandwidth(), None, "nothing moved");
     }
 
     #[test]

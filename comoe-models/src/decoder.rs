@@ -14,11 +14,11 @@ use crate::blocks::moe::Moe;
 use crate::blocks::norm::Norm;
 use crate::blocks::rope::RotaryTable;
 use crate::error::{Error, Result};
-use crate::load::{Builder, DenseWeights};
+use crate::load::{Builder, DenseWeights, DeviceMemory};
 
 /// Tokens of a prompt that go through the model at once. Chunks end at multiples of it, so how a sequence is cut
 /// depends on positions alone.
-const CHUNK: usize = 512;
+pub(crate) const CHUNK: usize = 512;
 
 /// For which tokens of a step logits are wanted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -44,6 +44,7 @@ pub struct Decoder {
     dtype: DType,
     device: Device,
     notes: Vec<String>,
+    memory: Option<DeviceMemory>,
 }
 
 struct Layer {
@@ -157,12 +158,33 @@ impl Decoder {
             dtype,
             device,
             notes,
+            memory: None,
         })
     }
 
     pub(crate) fn with_notes(mut self, notes: Vec<String>) -> Self {
         self.notes = notes;
         self
+    }
+
+    pub(crate) fn with_memory(mut self, memory: Option<DeviceMemory>) -> Self {
+        self.memory = memory;
+        self
+    }
+
+    /// What was planned for the GPU's memory; `None` elsewhere.
+    pub fn memory(&self) -> Option<&DeviceMemory> {
+        self.memory.as_ref()
+    }
+
+    /// What the dense part computes in.
+    pub fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    /// Where it computes.
+    pub fn device(&self) -> &Device {
+        &self.device
     }
 
     /// Where what is in force differs from what was asked, and why: of the experts' store and of their cache.
@@ -219,6 +241,23 @@ impl Decoder {
             1 => Ok(logits.remove(0)),
             _ => Ok(Tensor::cat(&logits, 0)?),
         }
+    }
+
+    /// Runs two steps of made-up tokens, so that a GPU's kernels are compiled and loaded before the first answer: once
+    /// per driver that takes tens of seconds. The cache's counters start anew.
+    ///
+    /// # Errors
+    /// As [`Self::forward`].
+    pub fn warm_up(&self) -> Result<()> {
+        let mut kv = self.new_kv()?;
+        let prompt = [0; 2];
+        let prompt = &prompt[..prompt.len().min(self.context)];
+        self.forward(prompt, &mut kv, Rows::All)?.to_vec2::<f32>()?;
+        if kv.len() < self.context {
+            self.forward(&[0], &mut kv, Rows::Last)?.to_vec2::<f32>()?;
+        }
+        self.experts.reset_stats();
+        Ok(())
     }
 
     /// How many of `left` tokens from `position` on go through the model at once.

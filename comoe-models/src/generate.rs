@@ -19,7 +19,13 @@ pub struct GenerateOptions {
     pub sampler: SamplerOptions,
     /// Texts that end the answer, besides the model's own stop tokens. They are not shown.
     pub stop: Vec<String>,
+    /// After every so many decode steps of a session, some slots of the expert cache are compared with the store; a
+    /// difference ends the answer with an error that names the expert. 0: never.
+    pub check_every: usize,
 }
+
+/// Slots compared at a time; the next check goes on with the next ones.
+const CHECKED_AT_ONCE: usize = 8;
 
 /// What happens while an answer is generated. The listener can break off after each event.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -92,6 +98,8 @@ pub struct Session<'m> {
     model: &'m Model,
     kv: KvCache,
     tokens: Vec<u32>,
+    /// Decode steps of all answers.
+    steps: usize,
 }
 
 impl<'m> Session<'m> {
@@ -100,7 +108,7 @@ impl<'m> Session<'m> {
     /// # Errors
     /// When there is no memory for the KV cache.
     pub fn new(model: &'m Model) -> Result<Self> {
-        Ok(Self { model, kv: model.decoder().new_kv()?, tokens: Vec::new() })
+        Ok(Self { model, kv: model.decoder().new_kv()?, tokens: Vec::new(), steps: 0 })
     }
 
     /// The model.
@@ -174,6 +182,10 @@ impl<'m> Session<'m> {
             }
             logits = self.advance(&[id])?;
             answer.timings.decode_steps += 1;
+            self.steps += 1;
+            if options.check_every > 0 && self.steps.is_multiple_of(options.check_every) {
+                self.model.experts().check_sample(CHECKED_AT_ONCE)?;
+            }
         };
         if !by_string {
             let (mut rest, by_string) = stops.push(&detokenizer.flush(self.model.tokenizer())?);

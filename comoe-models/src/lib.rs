@@ -70,6 +70,6 @@ pub use chat::{Conversation, Message, Reply, Role};
 pub use decoder::{Decoder, Rows};
 pub use error::{Error, Result};
 pub use generate::{Event, Finish, GenerateOptions, Generation, Session, Timings};
-pub use load::{DEFAULT_CONTEXT, LoadOptions, Progress};
+pub use load::{DEFAULT_CONTEXT, DeviceMemory, LoadOptions, Progress};
 pub use model::Model;
 pub use sampler::{Sampler, SamplerOptions};

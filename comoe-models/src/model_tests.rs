@@ -7,6 +7,7 @@ use std::sync::Mutex;
 use candle_core::{DType, Device, Tensor};
 use candle_nn::VarBuilder;
 use candle_transformers::models::qwen3_moe;
+use comoe_core::pool::SlotState;
 use comoe_core::{CacheOptions, Capacity, ExpertFormat, Scope};
 use half::bf16;
 
@@ -401,4 +402,45 @@ fn a_conversation_keeps_keys_and_drops_its_oldest_turns() {
     std::fs::remove_file(dir.path().join("tokenizer_config.json")).unwrap();
     let model = load(dir.path());
     assert!(matches!(model.conversation(None).map(|_| ()), Err(Error::NoTemplate)));
+}
+
+#[test]
+fn a_damaged_slot_stops_the_answer_with_the_experts_name() {
+    let dir = folder(&tiny_config());
+    let model = load(dir.path());
+    let mut session = model.session().unwrap();
+    let checked = GenerateOptions { check_every: 1, ..at_most(20) };
+    session.generate(&ids(5), &checked, &mut go).unwrap();
+
+    model.experts().with_backend(|backend, pool| {
+        backend.synchronize().unwrap();
+        for (slot, state) in pool.states() {
+            let SlotState::Resident(_) = state else { continue };
+            let mut bytes = [0; 64];
+            backend.read_slot(slot, &mut bytes).unwrap();
+            bytes[5] ^= 0x10;
+            backend.write_slot(slot, &bytes).unwrap();
+        }
+    });
+    // Unchecked, it goes on with wrong numbers; every second step is looked at, so the second finds it.
+    let e =
+        session.generate(&ids(6), &GenerateOptions { check_every: 2, ..at_most(20) }, &mut go).unwrap_err();
+    assert!(matches!(&e, Error::Core(comoe_core::Error::SlotDiffers { .. })), "{e}");
+    assert!(e.to_string().contains("expert"), "{e}");
+    let e = session.generate(&ids(6), &at_most(2), &mut go).unwrap_err();
+    assert!(matches!(&e, Error::Core(comoe_core::Error::Stopped { .. })), "{e}");
+}
+
+#[test]
+fn warming_up_leaves_no_trace_but_what_is_in_the_slots() {
+    let dir = folder(&tiny_config());
+    for context in [1, 2, 3, 64] {
+        let options = LoadOptions { context: Some(context), ..LoadOptions::default() };
+        let model = load_with(dir.path(), &options).unwrap();
+        let want = run(&load_with(dir.path(), &options).unwrap(), &ids(1), Rows::All);
+        model.decoder().warm_up().unwrap();
+        let stats = model.experts().stats();
+        assert_eq!((stats.accesses(), stats.records_moved), (0, 0));
+        close(&run(&model, &ids(1), Rows::All), &want, 0.0);
+    }
 }

@@ -1,7 +1,11 @@
-//! The tests of this crate's kernels that need a GPU:
+//! The tests of this crate that need a GPU, in one executable. Where it runs without this checkout, COMOE_ASSETS names
+//! the `assets` folder of another:
 //!
 //!     cargo test --release -p comoe-models --features cuda --test gpu -- --ignored --test-threads 1
 #![cfg(feature = "cuda")]
+
+#[path = "gpu/tiny.rs"]
+mod tiny;
 
 use candle_core::DType;
 use comoe_models::cuda::{RouteArgs, RouteKernel, Scoring};

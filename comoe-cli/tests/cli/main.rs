@@ -10,3 +10,4 @@ mod memory;
 mod program;
 #[cfg(target_os = "linux")]
 mod terminal;
+mod trace;

@@ -102,6 +102,8 @@ pub struct BackendInfo {
     pub device: String,
     /// Details in force, for example how much host memory is page-locked.
     pub notes: Vec<String>,
+    /// Bytes of records in page-locked memory, where that matters to the device.
+    pub page_locked: Option<u64>,
 }
 
 /// Time that a backend has spent on transfers since it was made.

@@ -219,7 +219,7 @@ fn index(queue: Queue) -> usize {
 
 impl Backend for SimBackend {
     fn info(&self) -> BackendInfo {
-        BackendInfo { device: "simulated".to_owned(), notes: Vec::new() }
+        BackendInfo { device: "simulated".to_owned(), notes: Vec::new(), page_locked: None }
     }
 
     fn allocate(&mut self, slots: usize, slot_bytes: usize) -> Result<()> {

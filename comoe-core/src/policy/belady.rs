@@ -40,11 +40,14 @@ impl EvictionPolicy for Belady {
         self.insert(record);
     }
 
-    fn insert(&mut self, record: RecordIndex) {
-        let next = self.next.get(self.at).copied().unwrap_or(NEVER);
+    fn pass(&mut self, record: RecordIndex) {
+        self.next_of[record.0 as usize] = self.next.get(self.at).copied().unwrap_or(NEVER);
         self.at += 1;
-        self.next_of[record.0 as usize] = next;
-        self.resident.insert((std::cmp::Reverse(next), record));
+    }
+
+    fn insert(&mut self, record: RecordIndex) {
+        self.pass(record);
+        self.resident.insert((std::cmp::Reverse(self.next_of[record.0 as usize]), record));
     }
 
     fn remove(&mut self, record: RecordIndex) {

@@ -39,6 +39,17 @@ impl Lfru {
         Self::new(4.0 * slots.max(1) as f64, records)
     }
 
+    /// Whether an access of `record` now would raise its score above that of `other`.
+    pub fn would_outrank(&self, record: RecordIndex, other: RecordIndex) -> bool {
+        self.raised(record, self.tick + 1) > self.scores[other.0 as usize]
+    }
+
+    /// The score of `record` after an access at `tick`.
+    fn raised(&self, record: RecordIndex, tick: u64) -> f64 {
+        let now = tick as f64 / self.half_life;
+        now + (self.scores[record.0 as usize] - now).exp2().ln_1p() * std::f64::consts::LOG2_E
+    }
+
     fn key(&self, record: RecordIndex) -> (u64, RecordIndex) {
         (self.scores[record.0 as usize].to_bits(), record)
     }
@@ -50,11 +61,13 @@ impl EvictionPolicy for Lfru {
         self.insert(record);
     }
 
-    fn insert(&mut self, record: RecordIndex) {
+    fn pass(&mut self, record: RecordIndex) {
         self.tick += 1;
-        let now = self.tick as f64 / self.half_life;
-        let score = &mut self.scores[record.0 as usize];
-        *score = now + (*score - now).exp2().ln_1p() * std::f64::consts::LOG2_E;
+        self.scores[record.0 as usize] = self.raised(record, self.tick);
+    }
+
+    fn insert(&mut self, record: RecordIndex) {
+        self.pass(record);
         self.resident.insert(self.key(record));
     }
 

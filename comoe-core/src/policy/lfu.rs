@@ -33,10 +33,14 @@ impl EvictionPolicy for Lfu {
         self.insert(record);
     }
 
-    fn insert(&mut self, record: RecordIndex) {
+    fn pass(&mut self, record: RecordIndex) {
         self.tick += 1;
         let uses = &mut self.uses[record.0 as usize];
         *uses = (uses.0 + 1, self.tick);
+    }
+
+    fn insert(&mut self, record: RecordIndex) {
+        self.pass(record);
         self.resident.insert(self.key(record));
     }
 

@@ -57,6 +57,8 @@ impl EvictionPolicy for Lru {
         self.push_newest(record.0);
     }
 
+    fn pass(&mut self, _record: RecordIndex) {}
+
     fn remove(&mut self, record: RecordIndex) {
         self.unlink(record.0);
     }

@@ -28,6 +28,10 @@ pub trait EvictionPolicy: Send {
     /// A record was accessed, was not resident, and is now.
     fn insert(&mut self, record: RecordIndex);
 
+    /// A record was accessed, was not resident, and is not now either (there was no room for it, or it was not
+    /// admitted).
+    fn pass(&mut self, record: RecordIndex);
+
     /// A record left its slot.
     fn remove(&mut self, record: RecordIndex);
 
@@ -42,33 +46,64 @@ pub trait EvictionPolicy: Send {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 #[non_exhaustive]
 pub enum PolicyKind {
-    /// Least recently used.
+    /// The best that the device can run: [`Self::Aged`], but [`Self::Lru`] where a GPU decides by itself.
     #[default]
+    Auto,
+    /// Least recently used.
     Lru,
     /// Least frequently used since the start.
     Lfu,
-    /// Frequency with exponential decay; see [`Lfru`].
+    /// Frequency with exponential decay, by accesses per slot; see [`Lfru`].
     Lfru,
+    /// Frequency with exponential decay, by tokens: [`Lfru`] with a half-life of [`Self::AGED_TOKENS`].
+    Aged,
 }
 
 impl PolicyKind {
-    /// Makes the policy for a partition of `slots` slots, with `records` records in the whole store.
-    pub fn build(self, slots: usize, records: usize) -> Box<dyn EvictionPolicy> {
+    /// Every policy.
+    pub const ALL: [Self; 5] = [Self::Auto, Self::Lru, Self::Lfu, Self::Lfru, Self::Aged];
+
+    /// Half-life of [`Self::Aged`] in tokens: routing drifts with the text, whatever the number of slots. Fitted on the
+    /// first halves of three recorded traces (comoe-bench/RESULTS-routing.md).
+    pub const AGED_TOKENS: f64 = 6.0;
+
+    /// The name, as it is given on a command line.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Auto => "auto",
+            Self::Lru => "lru",
+            Self::Lfu => "lfu",
+            Self::Lfru => "lfru",
+            Self::Aged => "aged",
+        }
+    }
+
+    /// What is in force when this is asked for. A GPU may take over the decisions, and knows LRU alone.
+    pub fn in_force(self, on_gpu: bool) -> Self {
+        match self {
+            Self::Auto if on_gpu => Self::Lru,
+            Self::Auto => Self::Aged,
+            other => other,
+        }
+    }
+
+    /// Makes the policy for a partition of `slots` slots, with `records` records in the whole store, to which a token
+    /// makes `per_token` accesses: the model's top-k, times the layers that share the partition.
+    pub fn build(self, slots: usize, records: usize, per_token: usize) -> Box<dyn EvictionPolicy> {
         match self {
             Self::Lru => Box::new(Lru::new(records)),
             Self::Lfu => Box::new(Lfu::new(records)),
             Self::Lfru => Box::new(Lfru::for_slots(slots, records)),
+            Self::Auto | Self::Aged => {
+                Box::new(Lfru::new(Self::AGED_TOKENS * per_token.max(1) as f64, records))
+            }
         }
     }
 }
 
 impl fmt::Display for PolicyKind {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Lru => "lru",
-            Self::Lfu => "lfu",
-            Self::Lfru => "lfru",
-        })
+        f.write_str(self.name())
     }
 }
 
@@ -76,15 +111,11 @@ impl FromStr for PolicyKind {
     type Err = Error;
 
     fn from_str(s: &str) -> Result<Self, Error> {
-        match s {
-            "lru" => Ok(Self::Lru),
-            "lfu" => Ok(Self::Lfu),
-            "lfru" => Ok(Self::Lfru),
-            _ => Err(Error::BadArgument {
-                what: "policy",
-                reason: format!("{s:?} is unknown: use lru, lfu or lfru"),
-            }),
-        }
+        let known = Self::ALL.into_iter().find(|kind| kind.name() == s);
+        known.ok_or_else(|| Error::BadArgument {
+            what: "policy",
+            reason: format!("{s:?} is unknown: use one of {}", Self::ALL.map(Self::name).join(", ")),
+        })
     }
 }
 

@@ -1,17 +1,23 @@
 //! Co-activation of neighbouring layers, counted online.
 
-use super::{Predictor, Scored};
+use super::{History, Predictor, Scored, rank};
 
-/// How often expert `f` of layer `l + 1` was chosen by a token that chose `e` in layer `l`.
+/// How often expert `f` of layer `l` was chosen by a token that chose `e` in layer `l - depth`.
 ///
-/// The guess for a set is the sum of the rows of its members, each row divided by its own total, so that a rare
-/// expert speaks as loudly as a common one. Old observations fade: each observed token weighs `1 / decay` of the next.
+/// The guess for a token is the mean of the rows of what it chose, each row divided by the times that its expert was
+/// chosen: an estimate of the chance of `f`, in which a rare expert speaks as loudly as a common one. Old observations
+/// fade: each observed token weighs `1 / decay` of the next. Without a layer `l - depth`, the token before is asked: its
+/// last layers come right ahead of the first of this one.
 #[derive(Debug)]
 pub struct Correlation {
-    /// One table per pair of neighbouring layers.
+    /// One table per layer: from the layer `depth` before it.
     tables: Vec<Table>,
+    depth: usize,
     decay: f32,
+    history: History,
     scratch: Vec<f32>,
+    /// The first layers' guides of the token at hand: what the token before chose, as long as it is known.
+    wrapped: Vec<Vec<u32>>,
 }
 
 #[derive(Debug)]
@@ -28,97 +34,106 @@ struct Table {
 /// Beyond this the table is scaled down, far from the limit of f32.
 const RESCALE: f32 = 1e12;
 
+impl Table {
+    fn new(from: usize, to: usize) -> Self {
+        Self { to, counts: vec![0.0; from * to], totals: vec![0.0; from], weight: 1.0 }
+    }
+
+    fn learn(&mut self, from: &[u32], to: &[u32], decay: f32) {
+        for &e in from {
+            let row = &mut self.counts[e as usize * self.to..][..self.to];
+            for &f in to {
+                row[f as usize] += self.weight;
+            }
+            self.totals[e as usize] += self.weight;
+        }
+        self.weight *= decay;
+        if self.weight > RESCALE {
+            self.counts.iter_mut().chain(&mut self.totals).for_each(|c| *c /= RESCALE);
+            self.weight /= RESCALE;
+        }
+    }
+}
+
 impl Correlation {
     /// Weight of an observation relative to the one before it.
     pub const DECAY: f32 = 1.0 / 0.9995;
 
-    /// `experts[l]` is the number of experts of the `l`-th layer that has experts.
-    pub fn new(experts: &[usize]) -> Self {
-        let table = |pair: &[usize]| Table {
-            to: pair[1],
-            counts: vec![0.0; pair[0] * pair[1]],
-            totals: vec![0.0; pair[0]],
-            weight: 1.0,
-        };
-        Self { tables: experts.windows(2).map(table).collect(), decay: Self::DECAY, scratch: Vec::new() }
-    }
-}
-
-impl Predictor for Correlation {
-    fn observe(&mut self, layer: usize, from: &[u32], to: &[u32]) {
-        let Some(table) = self.tables.get_mut(layer) else { return };
-        for &e in from {
-            let row = &mut table.counts[e as usize * table.to..][..table.to];
-            for &f in to {
-                row[f as usize] += table.weight;
-            }
-            table.totals[e as usize] += table.weight * to.len() as f32;
-        }
-        table.weight *= self.decay;
-        if table.weight > RESCALE {
-            table.counts.iter_mut().chain(&mut table.totals).for_each(|c| *c /= RESCALE);
-            table.weight /= RESCALE;
+    /// `experts[l]` is the number of experts of the `l`-th layer that has experts; guesses look `depth` layers ahead.
+    ///
+    /// # Panics
+    /// When `depth` is 0.
+    pub fn new(experts: &[usize], depth: usize) -> Self {
+        assert!(depth > 0, "a layer cannot be predicted from itself");
+        let layers = experts.len();
+        let guide = |layer: usize| (layer + layers - depth.min(layers)) % layers;
+        let tables = experts.iter().enumerate().map(|(l, &to)| Table::new(experts[guide(l)], to));
+        Self {
+            tables: tables.collect(),
+            depth: depth.min(layers),
+            decay: Self::DECAY,
+            history: History::default(),
+            scratch: Vec::new(),
+            wrapped: vec![Vec::new(); depth.min(layers)],
         }
     }
 
-    fn predict(&mut self, layer: usize, from: &[u32], out: &mut Vec<Scored>) {
+    /// Writes the estimated chance of every expert of `layer` to `out`; all zero when there is nothing to go by.
+    pub(super) fn chances<'s>(&'s mut self, layer: usize, out: &'s mut Vec<f32>) {
         out.clear();
         let Some(table) = self.tables.get(layer) else { return };
-        self.scratch.clear();
-        self.scratch.resize(table.to, 0.0);
+        out.resize(table.to, 0.0);
+        let from = match layer.checked_sub(self.depth) {
+            Some(guide) => self.history.of_chunk(guide).and_then(Iterator::last).unwrap_or_default(),
+            None => self.history.of_token_before(layer, layer + self.tables.len() - self.depth),
+        };
+        let known = from.iter().filter(|&&e| table.totals[e as usize] > 0.0).count();
         for &e in from {
             let total = table.totals[e as usize];
             if total > 0.0 {
                 let row = &table.counts[e as usize * table.to..][..table.to];
-                self.scratch.iter_mut().zip(row).for_each(|(s, c)| *s += c / total);
+                let scale = 1.0 / (total * known as f32);
+                out.iter_mut().zip(row).for_each(|(s, c)| *s += c * scale);
             }
         }
-        let seen = self.scratch.iter().enumerate().filter(|(_, s)| **s > 0.0);
-        out.extend(seen.map(|(f, &score)| Scored { expert: f as u32, score }));
-        out.sort_unstable_by(|a, b| b.score.total_cmp(&a.score).then(a.expert.cmp(&b.expert)));
     }
 }
 
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn guess(c: &mut Correlation, layer: usize, from: &[u32]) -> Vec<u32> {
-        let mut out = Vec::new();
-        c.predict(layer, from, &mut out);
-        out.iter().map(|s| s.expert).collect()
+impl Predictor for Correlation {
+    fn observe(&mut self, layer: usize, choices: &[u32], top_k: usize) {
+        let (layers, top_k) = (self.tables.len(), top_k.max(1));
+        if layer >= layers {
+            return;
+        }
+        if layer < self.depth {
+            // The guide is about to be overwritten when the layers are as few as the depth: taken first.
+            let guide = &mut self.wrapped[layer];
+            guide.clear();
+            guide.extend_from_slice(self.history.of_token_before(layer, layer + layers - self.depth));
+        }
+        self.history.observe(layer, choices, top_k);
+        let table = &mut self.tables[layer];
+        match layer.checked_sub(self.depth) {
+            Some(guide) => {
+                let Some(from) = self.history.of_chunk(guide) else { return };
+                let from: Vec<&[u32]> = from.collect();
+                // A layer that computed fewer tokens did so for the last ones.
+                let to = choices.chunks(top_k);
+                let skip = from.len().saturating_sub(to.len());
+                for (from, to) in from.into_iter().skip(skip).zip(to) {
+                    table.learn(from, to, self.decay);
+                }
+            }
+            // Within a chunk of a prompt the token before has not come that far yet.
+            None if choices.len() == top_k => table.learn(&self.wrapped[layer], choices, self.decay),
+            None => {}
+        }
     }
 
-    #[test]
-    fn learns_which_expert_follows_which() {
-        let mut c = Correlation::new(&[4, 4, 4]);
-        assert!(guess(&mut c, 0, &[1, 2]).is_empty());
-        for _ in 0..10 {
-            c.observe(0, &[0], &[3]);
-            c.observe(0, &[1], &[2]);
-        }
-        c.observe(0, &[1], &[0]);
-        assert_eq!(guess(&mut c, 0, &[0]), [3]);
-        assert_eq!(guess(&mut c, 0, &[0, 1]), [3, 2, 0]);
-        assert!(guess(&mut c, 1, &[0]).is_empty(), "layers have tables of their own");
-        assert!(guess(&mut c, 2, &[0]).is_empty(), "the last layer has no next one");
-    }
-
-    #[test]
-    fn old_habits_fade_and_the_table_stays_finite() {
-        let mut c = Correlation::new(&[2, 2]);
-        for _ in 0..3000 {
-            c.observe(0, &[0], &[0]);
-        }
-        for _ in 0..3000 {
-            c.observe(0, &[0], &[1]);
-        }
-        assert_eq!(guess(&mut c, 0, &[0]), [1, 0]);
-        for _ in 0..200_000 {
-            c.observe(0, &[0], &[1]);
-        }
-        let mut out = Vec::new();
-        c.predict(0, &[0], &mut out);
-        assert!(out.iter().all(|s| s.score.is_finite()) && out[0].expert == 1, "{out:?}");
+    fn predict(&mut self, layer: usize, out: &mut Vec<Scored>) {
+        let mut scratch = std::mem::take(&mut self.scratch);
+        self.chances(layer, &mut scratch);
+        rank(&scratch, out);
+        self.scratch = scratch;
     }
 }

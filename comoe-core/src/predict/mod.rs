@@ -1,15 +1,27 @@
-//! Who comes next? Predictors of the next layer's step set, pure like the policies.
+//! Who comes next? Predictors of a layer's experts, pure like the policies.
 
+mod combined;
 mod correlation;
+mod frequency;
+mod gate;
+mod history;
+mod previous;
+#[cfg(test)]
+mod tests;
 
 use std::fmt;
 use std::str::FromStr;
 
+pub use combined::Combined;
 pub use correlation::Correlation;
+pub use frequency::Frequency;
+pub use gate::{Evidence, EvidenceGate, GateOptions};
+pub use history::History;
+pub use previous::PreviousToken;
 
 use crate::error::Error;
 
-/// An expert of the next layer and how likely it is thought to be, in any unit.
+/// An expert and how likely it is thought to be, in any unit.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Scored {
     /// Expert number within its layer.
@@ -18,15 +30,26 @@ pub struct Scored {
     pub score: f32,
 }
 
-/// Guesses the experts of layer `layer + 1` from those of layer `layer`. Layers are ordinals (layers without experts
-/// do not count), experts are numbers within their layer.
+/// Guesses the experts that the token at hand will choose in a layer ahead. Layers are ordinals (layers without
+/// experts do not count), experts are numbers within their layer.
+///
+/// The caller tells of every layer step, in order: layers ascend within a chunk of tokens, and a layer that is not above
+/// the one before begins the next chunk. One sequence at a time.
 pub trait Predictor: Send {
-    /// One token chose `from` in layer `layer` and `to` in layer `layer + 1`.
-    fn observe(&mut self, layer: usize, from: &[u32], to: &[u32]);
+    /// A chunk of tokens chose `choices`, `[tokens, top_k]`, in layer `layer`.
+    fn observe(&mut self, layer: usize, choices: &[u32], top_k: usize);
 
-    /// Writes the guesses for layer `layer + 1` to `out`, best first, ties by smaller expert. Experts that were never
-    /// seen after any of `from` are left out.
-    fn predict(&mut self, layer: usize, from: &[u32], out: &mut Vec<Scored>);
+    /// Writes the guesses for layer `layer`, which has not been observed for the token at hand, to `out`: best first,
+    /// ties by smaller expert. Experts that nothing speaks for are left out.
+    fn predict(&mut self, layer: usize, out: &mut Vec<Scored>);
+}
+
+/// Writes what `scores` (one per expert) says to `out`, in the order that [`Predictor::predict`] promises.
+fn rank(scores: &[f32], out: &mut Vec<Scored>) {
+    out.clear();
+    let spoken_for = scores.iter().enumerate().filter(|(_, s)| **s > 0.0);
+    out.extend(spoken_for.map(|(e, &score)| Scored { expert: e as u32, score }));
+    out.sort_unstable_by(|a, b| b.score.total_cmp(&a.score).then(a.expert.cmp(&b.expert)));
 }
 
 /// What is prefetched while a layer computes.
@@ -38,14 +61,28 @@ pub enum Prefetch {
     Off,
     /// What [`Correlation`] predicts for the next layer.
     Correlation,
+    /// What [`Correlation`] predicts, in layers where it pays: judged all the time by an [`EvidenceGate`]. ([`Combined`]
+    /// guesses more accesses, but no more of those that miss: comoe-bench/RESULTS-routing.md.)
+    Auto,
+}
+
+impl Prefetch {
+    /// Every way.
+    pub const ALL: [Self; 3] = [Self::Off, Self::Correlation, Self::Auto];
+
+    /// The name, as it is given on a command line.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Off => "off",
+            Self::Correlation => "correlation",
+            Self::Auto => "auto",
+        }
+    }
 }
 
 impl fmt::Display for Prefetch {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Off => "off",
-            Self::Correlation => "correlation",
-        })
+        f.write_str(self.name())
     }
 }
 
@@ -53,13 +90,9 @@ impl FromStr for Prefetch {
     type Err = Error;
 
     fn from_str(s: &str) -> Result<Self, Error> {
-        match s {
-            "off" => Ok(Self::Off),
-            "correlation" => Ok(Self::Correlation),
-            _ => Err(Error::BadArgument {
-                what: "prefetch",
-                reason: format!("{s:?} is unknown: use off or correlation"),
-            }),
-        }
+        Self::ALL.into_iter().find(|p| p.name() == s).ok_or_else(|| Error::BadArgument {
+            what: "prefetch",
+            reason: format!("{s:?} is unknown: use off, correlation or auto"),
+        })
     }
 }

@@ -224,6 +224,7 @@ fn specs() -> Vec<ExpertSpec> {
 pub(crate) fn all(device: &Device, make: Make<'_>) {
     agrees_with_the_f64_reference(device, make);
     output_never_depends_on_the_pool(device, make);
+    all_that_a_step_misses_moves_in_one_transfer(device, make);
     gathers_what_was_asked_for(device, make);
     slots_hold_copies(device, make);
     a_failing_source_names_the_expert(device, make);
@@ -264,13 +265,14 @@ pub(crate) fn output_never_depends_on_the_pool(device: &Device, make: Make<'_>) 
                 capacity: Capacity::Slots(slots),
                 policy: [PolicyKind::Lru, PolicyKind::Lfu, PolicyKind::Lfru][i % 3],
                 scope: [Scope::Layer, Scope::Global][i % 2],
-                prefetch: [Prefetch::Off, Prefetch::Correlation][i / 2 % 2],
+                prefetch: [Prefetch::Off, Prefetch::Correlation, Prefetch::Auto][i / 2 % 3],
                 prefetch_trigger: [
                     PrefetchTrigger::AfterRouting,
                     PrefetchTrigger::MidLayer,
                     PrefetchTrigger::EndOfLayer,
                 ][i / 4 % 3],
                 top_k: 3,
+                ..CacheOptions::default()
             };
             let cache = cache(&experts, device, make, options.clone());
             for (n, (call, want)) in calls.iter().zip(&want).enumerate() {
@@ -287,6 +289,27 @@ pub(crate) fn output_never_depends_on_the_pool(device: &Device, make: Make<'_>) 
             assert_eq!(stats.bytes_moved, stats.records_moved * experts.layout.record_bytes as u64);
         }
     }
+}
+
+/// As many transfers as layer steps with a miss: all that is missing goes in one batch, and hits cause none.
+pub(crate) fn all_that_a_step_misses_moves_in_one_transfer(device: &Device, make: Make<'_>) {
+    let experts = Experts::random(ExpertSpec::swiglu(32, 32), ExpertFormat::INT8, 3, 12, 4);
+    // 3 tokens choose at most 9 experts of a layer: every set fits its layer's slots.
+    let options = CacheOptions { capacity: Capacity::Slots(30), top_k: 3, ..CacheOptions::default() };
+    let cache = cache(&experts, device, make, options);
+    let (mut with_a_miss, mut several) = (0, 0);
+    for call in calls(&experts, device, DType::F32, 60, 3, 8) {
+        let before = cache.stats();
+        run(&cache, &call);
+        let after = cache.stats();
+        let misses = after.misses() - before.misses();
+        assert_eq!(after.transfers - before.transfers, u64::from(misses > 0), "{misses} misses");
+        with_a_miss += u64::from(misses > 0);
+        several += u64::from(misses > 1);
+    }
+    let stats = cache.stats();
+    assert_eq!((stats.transfers, stats.steps_with_transfer), (with_a_miss, with_a_miss));
+    assert!(several > 0 && with_a_miss < stats.steps, "{with_a_miss} of {} steps, {several}", stats.steps);
 }
 
 pub(crate) fn gathers_what_was_asked_for(device: &Device, make: Make<'_>) {

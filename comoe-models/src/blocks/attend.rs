@@ -9,7 +9,7 @@ use crate::arch::Mask;
 const WALK_UP_TO: usize = 4;
 
 /// Scores held at once, in elements: bounds the memory of a long prompt's attention (64 MiB in F32).
-const SCORES_AT_ONCE: usize = 16 << 20;
+pub(crate) const SCORES_AT_ONCE: usize = 16 << 20;
 
 /// How queries look at keys.
 #[derive(Debug, Clone)]

@@ -4,7 +4,7 @@
 //! where decode would otherwise spend its time between many small candle operations, and candle operations for
 //! everything else. Tests compare the two.
 
-mod attend;
+pub(crate) mod attend;
 pub mod attention;
 pub mod conv;
 mod cpu;

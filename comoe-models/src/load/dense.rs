@@ -16,6 +16,7 @@ pub struct DenseWeights<'a> {
     device: &'a Device,
     done: u64,
     total: u64,
+    elements: u64,
     progress: &'a (dyn Fn(Progress) + Sync),
 }
 
@@ -31,13 +32,20 @@ impl<'a> DenseWeights<'a> {
         device: &'a Device,
         progress: &'a (dyn Fn(Progress) + Sync),
     ) -> Result<Self> {
-        let mut total = 0;
+        let (mut total, mut elements) = (0, 0);
         for name in checkpoint.names() {
             if naming.classify(name)? == TensorRole::Dense {
-                total += checkpoint.tensor(name)?.bytes.len() as u64;
+                let view = checkpoint.tensor(name)?;
+                total += view.bytes.len() as u64;
+                elements += view.shape.iter().map(|d| *d as u64).product::<u64>();
             }
         }
-        Ok(Self { checkpoint, naming, dtype, device, done: 0, total, progress })
+        Ok(Self { checkpoint, naming, dtype, device, done: 0, total, elements, progress })
+    }
+
+    /// Bytes that all of the checkpoint's dense weights take on the device.
+    pub fn device_bytes(&self) -> u64 {
+        self.elements * self.dtype.size_in_bytes() as u64
     }
 
     /// Whether the checkpoint holds `name`.

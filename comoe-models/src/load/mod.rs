@@ -3,11 +3,13 @@
 mod config;
 mod dense;
 mod layers;
+mod memory;
 mod open;
 
 pub use config::ConfigFile;
 pub use dense::DenseWeights;
 pub(crate) use layers::Builder;
+pub use memory::DeviceMemory;
 pub(crate) use open::open_decoder;
 pub use open::{DEFAULT_CONTEXT, LoadOptions};
 

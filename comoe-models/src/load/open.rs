@@ -5,8 +5,9 @@ use std::sync::Arc;
 
 use candle_core::{DType, Device};
 use comoe_core::store::{Checkpoint, ConvertOptions, ExpertStore, Naming};
-use comoe_core::{CacheOptions, ExpertCache, ExpertFormat};
+use comoe_core::{CacheOptions, CudaOptions, ExpertCache, ExpertFormat, cuda_memory};
 
+use super::memory::{DeviceMemory, workspace_bytes};
 use super::{ConfigFile, DenseWeights, Progress};
 use crate::arch::{self, DecoderPlan, MoePlan};
 use crate::decoder::Decoder;
@@ -18,7 +19,8 @@ pub const DEFAULT_CONTEXT: usize = 4096;
 /// How a model is loaded.
 #[derive(Debug, Clone)]
 pub struct LoadOptions {
-    /// What the dense part computes in: F32 on the CPU; BF16 weights are widened exactly.
+    /// What the dense part computes in, and what activations are between blocks: F32 everywhere, or BF16 on a GPU. BF16
+    /// weights are widened exactly.
     pub dtype: DType,
     /// Longest sequence, prompt and answer together, in tokens; `None` is the model's limit or [`DEFAULT_CONTEXT`],
     /// whichever is less.
@@ -29,6 +31,8 @@ pub struct LoadOptions {
     pub format: Option<ExpertFormat>,
     /// Where converted experts are kept for the next start; `None` converts anew.
     pub cache_dir: Option<PathBuf>,
+    /// How a GPU is used; other devices do not look at it.
+    pub cuda: CudaOptions,
 }
 
 impl Default for LoadOptions {
@@ -39,6 +43,7 @@ impl Default for LoadOptions {
             cache: CacheOptions::default(),
             format: None,
             cache_dir: None,
+            cuda: CudaOptions::default(),
         }
     }
 }
@@ -67,6 +72,7 @@ pub(crate) fn open_decoder(
     options: &LoadOptions,
     progress: &(dyn Fn(Progress) + Sync),
 ) -> Result<Decoder> {
+    check_dtype(options.dtype, device)?;
     let context = options.context.unwrap_or(plan.max_positions.min(DEFAULT_CONTEXT));
     plan.check_context(context)?;
     let checkpoint = Arc::new(Checkpoint::open(&[folder])?);
@@ -77,11 +83,34 @@ pub(crate) fn open_decoder(
     let store = expert_store(&plan, &checkpoint, &naming, options, progress)?;
     let mut notes = store.notes().to_vec();
     let top_k = plan.moe_layers().map(|(_, moe)| moe.router.top_k).max().unwrap_or(0);
-    let cache = CacheOptions { top_k, ..options.cache.clone() };
-    let experts = ExpertCache::builder(store, device).options(cache).build()?;
-    notes.extend_from_slice(experts.notes());
     let mut weights = DenseWeights::new(&checkpoint, &naming, options.dtype, device, progress)?;
-    Decoder::load(plan, &mut weights, experts, context, options.dtype, device).map(|d| d.with_notes(notes))
+    let memory = match device {
+        Device::Cuda(_) => Some(DeviceMemory {
+            free: cuda_memory(device)?.0,
+            weights: weights.device_bytes(),
+            kv: (context * plan.kv_bytes_per_token(options.dtype.size_in_bytes())) as u64,
+            workspace: workspace_bytes(&plan, context, options),
+            margin: DeviceMemory::MARGIN,
+        }),
+        _ => None,
+    };
+    let reserve = options.cache.reserve + memory.map_or(0, |m| m.reserve());
+    let cache = CacheOptions { top_k, reserve, ..options.cache.clone() };
+    let experts = ExpertCache::builder(store, device).options(cache).cuda(options.cuda.clone()).build()?;
+    notes.extend_from_slice(experts.notes());
+    let decoder = Decoder::load(plan, &mut weights, experts, context, options.dtype, device)?;
+    Ok(decoder.with_notes(notes).with_memory(memory))
+}
+
+fn check_dtype(dtype: DType, device: &Device) -> Result<()> {
+    match (dtype, device) {
+        (DType::F32, _) | (DType::BF16, Device::Cuda(_)) => Ok(()),
+        (dtype, _) => Err(Error::BadOption {
+            option: "dtype",
+            value: format!("{dtype:?}"),
+            expected: "expected F32, or BF16 on a GPU",
+        }),
+    }
 }
 
 /// The experts of a checkpoint, checked against the plan, in the format asked for.

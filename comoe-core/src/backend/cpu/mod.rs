@@ -60,6 +60,7 @@ impl Backend for CpuBackend {
         BackendInfo {
             device: "cpu".to_owned(),
             notes: vec![format!("{} compute threads, {}", rayon::current_num_threads(), crate::simd::name())],
+            page_locked: None,
         }
     }
 

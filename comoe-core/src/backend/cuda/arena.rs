@@ -151,6 +151,11 @@ impl Arena {
         self.places[record.0 as usize]
     }
 
+    /// Bytes of records in page-locked memory.
+    pub(super) fn locked(&self) -> u64 {
+        self.locked
+    }
+
     pub(super) fn is_whole(&self) -> bool {
         self.places.iter().all(Option::is_some)
     }

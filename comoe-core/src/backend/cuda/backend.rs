@@ -18,18 +18,13 @@ use super::options::CudaOptions;
 use super::slab::Slab;
 use super::timeline::Timelines;
 use super::upload::{UploadRing, bytes_of};
+use super::workspace::{DENSE_BYTES, MOST_GEMV_TOKENS};
 use crate::backend::{Backend, BackendInfo, Fill, Queue, SlotId, Ticket, TransferTime, Work, WorkItem};
 use crate::error::{Error, Result};
 use crate::expert::{ExpertLayout, ExpertSpec, WeightOn};
 use crate::format::ExpertFormat;
 use crate::format::record::convert_record;
 use crate::store::{RecordIndex, RecordSource};
-
-/// Up to this many tokens a record is dequantised while it is multiplied; for more it is dequantised first and
-/// multiplied as a dense matrix. The call's own token count decides, nothing else, so output does not depend on slots.
-pub const MOST_GEMV_TOKENS: usize = 32;
-/// Dequantised records at a time, in bytes (at least one record).
-const DENSE_BYTES: usize = 256 << 20;
 
 /// Runs a cache on one GPU.
 ///
@@ -96,22 +91,6 @@ impl Workspace {
         }
         Ok(self.slab.address())
     }
-}
-
-/// GPU memory in bytes that a step of `tokens` tokens with `top_k` experts each needs beside the slots and the model's
-/// own tensors, for experts of `spec` in `format`.
-pub fn workspace_bytes(spec: &ExpertSpec, format: ExpertFormat, tokens: usize, top_k: usize) -> u64 {
-    let rows = (tokens * top_k) as u64;
-    let activations = 4 * rows * (spec.intermediate + spec.hidden) as u64;
-    let dense = match format {
-        ExpertFormat::Bf16 => 0,
-        _ if tokens <= MOST_GEMV_TOKENS => 0,
-        _ => {
-            let record = ExpertLayout::new(spec, ExpertFormat::Bf16).record_bytes;
-            (DENSE_BYTES / record).max(1) * record
-        }
-    };
-    activations + dense as u64
 }
 
 fn not_begun() -> Error {
@@ -401,7 +380,7 @@ impl Backend for CudaBackend {
                     .to_owned(),
             );
         }
-        BackendInfo { device: self.gpu.name(), notes }
+        BackendInfo { device: self.gpu.name(), notes, page_locked: Some(self.arena.locked()) }
     }
 
     fn allocate(&mut self, slots: usize, slot_bytes: usize) -> Result<()> {

@@ -121,6 +121,15 @@ pub fn cuda_device(ordinal: usize) -> Result<Device> {
     Ok(device)
 }
 
+/// Free and total memory of a CUDA device, in bytes.
+///
+/// # Errors
+/// [`Error::Cuda`] when the driver does not say, [`Error::Candle`] for another kind of device.
+pub fn cuda_memory(device: &Device) -> Result<(u64, u64)> {
+    let (free, total) = Gpu::of(device.as_cuda_device()?).memory()?;
+    Ok((free as u64, total as u64))
+}
+
 /// Without this the driver hands freed memory back to the system at every synchronisation, once per layer.
 fn keep_freed_memory(gpu: &Gpu) -> Result<()> {
     if !gpu.ctx.has_async_alloc() {

@@ -23,11 +23,12 @@ mod copies;
 mod expand;
 #[cfg(feature = "cuda")]
 pub mod kernels;
-#[cfg(feature = "cuda")]
 pub mod measure;
 mod options;
 #[cfg(feature = "cuda")]
 mod pinned;
+#[cfg(feature = "cuda")]
+mod probe;
 #[cfg(feature = "cuda")]
 mod sender;
 #[cfg(feature = "cuda")]
@@ -36,14 +37,22 @@ mod slab;
 mod timeline;
 #[cfg(feature = "cuda")]
 mod upload;
+mod workspace;
 
 #[cfg(feature = "cuda")]
-pub use backend::{CudaBackend, MOST_GEMV_TOKENS, workspace_bytes};
+pub use backend::CudaBackend;
 #[cfg(feature = "cuda")]
-pub use context::{cuda_device, cuda_device_count};
+pub use context::{cuda_device, cuda_device_count, cuda_memory};
 #[doc(hidden)]
 pub use options::Faults;
 pub use options::{CudaOptions, Progress, ResidentFormat};
+pub use workspace::{MOST_GEMV_TOKENS, workspace_bytes};
+
+#[cfg(not(feature = "cuda"))]
+fn not_built(asked: String) -> crate::Error {
+    let reason = "this build has no CUDA: build with --features cuda, or use the CPU".to_owned();
+    crate::Error::Device { asked, reason }
+}
 
 /// Opens a GPU; this build cannot.
 ///
@@ -51,10 +60,7 @@ pub use options::{CudaOptions, Progress, ResidentFormat};
 /// [`Error::Device`](crate::Error::Device), always.
 #[cfg(not(feature = "cuda"))]
 pub fn cuda_device(ordinal: usize) -> crate::Result<candle_core::Device> {
-    Err(crate::Error::Device {
-        asked: format!("cuda:{ordinal}"),
-        reason: "this build has no CUDA: build with --features cuda, or use the CPU".to_owned(),
-    })
+    Err(not_built(format!("cuda:{ordinal}")))
 }
 
 /// How many GPUs there are for this build: none.
@@ -63,8 +69,14 @@ pub fn cuda_device(ordinal: usize) -> crate::Result<candle_core::Device> {
 /// [`Error::Device`](crate::Error::Device), always.
 #[cfg(not(feature = "cuda"))]
 pub fn cuda_device_count() -> crate::Result<usize> {
-    Err(crate::Error::Device {
-        asked: "cuda".to_owned(),
-        reason: "this build has no CUDA: build with --features cuda, or use the CPU".to_owned(),
-    })
+    Err(not_built("cuda".to_owned()))
+}
+
+/// Free and total memory of a CUDA device; this build knows none.
+///
+/// # Errors
+/// [`Error::Device`](crate::Error::Device), always.
+#[cfg(not(feature = "cuda"))]
+pub fn cuda_memory(device: &candle_core::Device) -> crate::Result<(u64, u64)> {
+    Err(not_built(format!("{:?}", device.location())))
 }

@@ -1,0 +1,203 @@
+//! The command line.
+
+use std::path::PathBuf;
+
+use candle_core::Device;
+use clap::{Args as ClapArgs, Parser, Subcommand, ValueEnum};
+use comoe_bench::decode::Part;
+use comoe_bench::{Error, Result};
+use comoe_core::backend::cuda::ResidentFormat;
+use comoe_core::{ExpertFormat, PolicyKind, Prefetch, PrefetchTrigger};
+
+/// Measures CoMoE with synthetic models of real shapes: qwen3-30b-a3b, mixtral-8x7b, deepseek-v2-lite, olmoe-1b-7b,
+/// gpt-oss-20b.
+#[derive(Debug, Parser)]
+#[command(version)]
+pub(crate) struct Args {
+    #[command(subcommand)]
+    pub(crate) ask: Ask,
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum Ask {
+    /// Write the experts of a shape, random, as a packed store.
+    Synth(SynthArgs),
+    /// Decode with a synthetic model of a shape.
+    Decode(DecodeArgs),
+    /// Measure how fast slots of a GPU are filled (feature cuda).
+    Transfer(TransferArgs),
+    /// Measure memory of comoe-tiny on the CPU by number of slots.
+    Memory(MemoryArgs),
+}
+
+#[derive(Debug, ClapArgs)]
+pub(crate) struct SynthArgs {
+    /// Name of a shape.
+    pub(crate) shape: String,
+    /// Format of the experts: bf16, int8, int4, or with a group size as int4-g32.
+    #[arg(long, default_value = "int4")]
+    pub(crate) format: ExpertFormat,
+    /// File to write.
+    #[arg(short, long, value_name = "FILE")]
+    pub(crate) output: PathBuf,
+    /// Only so many layers with experts.
+    #[arg(long)]
+    pub(crate) layers: Option<usize>,
+    /// Seed of the weights.
+    #[arg(long, default_value_t = 1)]
+    pub(crate) seed: u64,
+}
+
+#[derive(Debug, ClapArgs)]
+pub(crate) struct DecodeArgs {
+    /// Name of a shape.
+    pub(crate) shape: String,
+    /// Format of the experts: bf16, int8, int4, or with a group size as int4-g32.
+    #[arg(long, default_value = "int4")]
+    pub(crate) format: ExpertFormat,
+    /// What slots of a GPU hold: quantized (as stored) or bf16.
+    #[arg(long, default_value = "quantized")]
+    pub(crate) resident_format: ResidentFormat,
+    /// Only so many layers with experts.
+    #[arg(long)]
+    pub(crate) layers: Option<usize>,
+    /// The whole model, or its experts alone with uniform routing.
+    #[arg(long, value_enum, default_value = "model")]
+    pub(crate) part: PartArg,
+    /// Slots for each layer; several, separated by commas, are measured one after the other.
+    #[arg(long, value_delimiter = ',')]
+    pub(crate) slots_per_layer: Vec<usize>,
+    /// Measure with every expert in its slot, too (also when no slots are given).
+    #[arg(long)]
+    pub(crate) resident: bool,
+    /// Who leaves a slot: lru, lfu or lfru.
+    #[arg(long, default_value = "lru")]
+    pub(crate) policy: PolicyKind,
+    /// What is brought ahead of time: off or correlation.
+    #[arg(long, default_value = "off")]
+    pub(crate) prefetch: Prefetch,
+    /// When it is brought; `all` measures each.
+    #[arg(long, value_enum, default_value = "after-routing")]
+    pub(crate) trigger: TriggerArg,
+    /// Tokens measured.
+    #[arg(long, default_value_t = 64)]
+    pub(crate) steps: usize,
+    /// Tokens of the prompt, which touches every expert.
+    #[arg(long, default_value_t = 256)]
+    pub(crate) prompt: usize,
+    /// Tokens one by one before the first that is measured.
+    #[arg(long, default_value_t = 24)]
+    pub(crate) warm_up: usize,
+    /// Seed of weights, tokens and routing.
+    #[arg(long, default_value_t = 1)]
+    pub(crate) seed: u64,
+    /// Where it runs: cpu, cuda, cuda:N, or auto.
+    #[arg(long, default_value = "auto")]
+    pub(crate) device: DeviceArg,
+    /// A packed store of the shape's experts, as `synth` writes it, instead of experts made in memory.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) store: Option<PathBuf>,
+    /// One JSON object a run, instead of tables.
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+impl DecodeArgs {
+    pub(crate) fn triggers(&self) -> impl Iterator<Item = PrefetchTrigger> {
+        use PrefetchTrigger as T;
+        match self.trigger {
+            TriggerArg::AfterRouting => vec![T::AfterRouting],
+            TriggerArg::MidLayer => vec![T::MidLayer],
+            TriggerArg::EndOfLayer => vec![T::EndOfLayer],
+            TriggerArg::All => vec![T::AfterRouting, T::MidLayer, T::EndOfLayer],
+        }
+        .into_iter()
+    }
+}
+
+#[derive(Debug, ClapArgs)]
+pub(crate) struct TransferArgs {
+    /// Whose records are moved.
+    #[arg(default_value = "qwen3-30b-a3b")]
+    pub(crate) shape: String,
+    /// Their format.
+    #[arg(long, default_value = "int4")]
+    pub(crate) format: ExpertFormat,
+    /// N of cuda:N.
+    #[arg(long, default_value_t = 0)]
+    pub(crate) ordinal: usize,
+    /// One JSON object instead of tables.
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+#[derive(Debug, ClapArgs)]
+pub(crate) struct MemoryArgs {
+    /// Slots in all; several, separated by commas, are measured one after the other.
+    #[arg(long, value_delimiter = ',', default_value = "12,24,48,72,96")]
+    pub(crate) slots: Vec<usize>,
+    /// Folder of the model; default: comoe-tiny of this checkout.
+    #[arg(long)]
+    pub(crate) model: Option<PathBuf>,
+    /// Measure in this process, and print JSON.
+    #[arg(long, hide = true)]
+    pub(crate) here: bool,
+}
+
+#[derive(Debug, Clone, Copy, ValueEnum)]
+pub(crate) enum PartArg {
+    Model,
+    Experts,
+}
+
+impl From<PartArg> for Part {
+    fn from(part: PartArg) -> Self {
+        match part {
+            PartArg::Model => Self::Model,
+            PartArg::Experts => Self::Experts,
+        }
+    }
+}
+
+#[derive(Debug, Clone, Copy, ValueEnum)]
+pub(crate) enum TriggerArg {
+    AfterRouting,
+    MidLayer,
+    EndOfLayer,
+    All,
+}
+
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum DeviceArg {
+    Auto,
+    Cpu,
+    Cuda(usize),
+}
+
+impl std::str::FromStr for DeviceArg {
+    type Err = String;
+
+    fn from_str(s: &str) -> std::result::Result<Self, String> {
+        match (s, s.strip_prefix("cuda:").map(str::parse)) {
+            ("auto", _) => Ok(Self::Auto),
+            ("cpu", _) => Ok(Self::Cpu),
+            ("cuda", _) => Ok(Self::Cuda(0)),
+            (_, Some(Ok(n))) => Ok(Self::Cuda(n)),
+            _ => Err("use cpu, cuda, cuda:N or auto".to_owned()),
+        }
+    }
+}
+
+impl DeviceArg {
+    /// Opens it; `auto` says what it found.
+    pub(crate) fn open(self) -> Result<Device> {
+        match self {
+            Self::Cpu => Ok(Device::Cpu),
+            Self::Cuda(n) => comoe_core::cuda_device(n).map_err(Error::from),
+            Self::Auto => Ok(comoe_core::cuda_device(0).unwrap_or_else(|e| {
+                eprintln!("running on the CPU: {e}");
+                Device::Cpu
+            })),
+        }
+    }
+}

@@ -1,0 +1,583 @@
+//! A synthetic model of a real shape, decoding: whole, or its experts alone.
+//!
+//! Whole: attention, norms, router and head as comoe-models builds them, random weights, random tokens (text that a
+//! random model writes itself soon repeats). The experts alone: one layer after the other, routed uniformly at random.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use candle_core::{DType, Device, Tensor};
+use comoe_core::backend::Backend;
+use comoe_core::backend::cpu::CpuBackend;
+use comoe_core::backend::cuda::ResidentFormat;
+use comoe_core::store::{Checkpoint, Naming, RecordSource};
+use comoe_core::{
+    CacheOptions, CacheStats, Capacity, CudaOptions, ExpertCache, ExpertFormat, ExpertStore, PolicyKind,
+    Prefetch, PrefetchTrigger,
+};
+use comoe_models::load::{ConfigFile, DenseWeights};
+use comoe_models::{Decoder, Rows, arch};
+use serde::Serialize;
+
+use crate::counting::{Counting, Evenness, Uses};
+use crate::dense::write_dense;
+use crate::error::{Error, Result};
+use crate::noise::Noise;
+use crate::shape::Shape;
+use crate::synth::{self, SynthSource};
+
+/// What runs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Part {
+    /// The whole model.
+    Model,
+    /// The experts of every layer, nothing between them.
+    Experts,
+}
+
+/// A run to be measured.
+#[derive(Debug, Clone)]
+pub struct Decode {
+    /// Sizes.
+    pub shape: Shape,
+    /// What runs.
+    pub part: Part,
+    /// The experts' format.
+    pub format: ExpertFormat,
+    /// What slots hold, on a GPU.
+    pub resident: ResidentFormat,
+    /// Slots for each layer; `None`: every expert has one.
+    pub slots_per_layer: Option<usize>,
+    /// Who leaves.
+    pub policy: PolicyKind,
+    /// What is brought ahead of time.
+    pub prefetch: Prefetch,
+    /// When.
+    pub trigger: PrefetchTrigger,
+    /// Tokens before anything is measured: first so many at once, so that every expert is touched, then so many one
+    /// by one.
+    pub warm_up: [usize; 2],
+    /// Tokens measured.
+    pub steps: usize,
+    /// Seed of weights, tokens and routing.
+    pub seed: u64,
+    /// A packed store of the shape's experts; `None` makes them.
+    pub store: Option<PathBuf>,
+    /// The dense part, as [`write_dense`] writes it; `None` makes it.
+    pub dense: Option<PathBuf>,
+}
+
+impl Decode {
+    /// A run of `shape`'s INT4 experts as the issues ask for it.
+    pub fn new(shape: Shape) -> Self {
+        Self {
+            shape,
+            part: Part::Model,
+            format: ExpertFormat::INT4,
+            resident: ResidentFormat::AsStored,
+            slots_per_layer: None,
+            policy: PolicyKind::Lru,
+            prefetch: Prefetch::Off,
+            trigger: PrefetchTrigger::default(),
+            warm_up: [256, 24],
+            steps: 64,
+            seed: 1,
+            store: None,
+            dense: None,
+        }
+    }
+}
+
+/// What a run gave.
+#[derive(Debug, Clone, Serialize)]
+pub struct Measured {
+    /// Name of the shape.
+    pub shape: String,
+    /// Layers with experts.
+    pub layers: usize,
+    /// What ran.
+    pub part: Part,
+    /// The experts' format.
+    pub format: String,
+    /// As the backend names it.
+    pub device: String,
+    /// What the backend says is in force.
+    pub notes: Vec<String>,
+    /// Slots for each layer, and experts of each.
+    pub slots_per_layer: [usize; 2],
+    /// Prefetch in force: `off`, or the trigger.
+    pub prefetch: String,
+    /// Tokens measured.
+    pub steps: usize,
+    /// Seconds to make the experts (and page-lock them) and the dense part.
+    pub load_s: f64,
+    /// Tokens a second over all that was measured.
+    pub tokens_per_s: f64,
+    /// Median time of a token, ms.
+    pub median_ms: f64,
+    /// Slowest token, ms.
+    pub slowest_ms: f64,
+    /// Hits per access.
+    pub hit_rate: f64,
+    /// Bytes moved on demand per token.
+    pub bytes_per_token: f64,
+    /// GB/s of the demand queue while it was busy.
+    pub gb_per_s: f64,
+    /// Compute waiting for copies, ms per token.
+    pub stalled_ms: f64,
+    /// Records prefetched per token.
+    pub prefetched: f64,
+    /// Parts of them that were used.
+    pub prefetch_used: f64,
+    /// How evenly experts were used, everything counted.
+    pub evenness: Evenness,
+    /// GPU memory; `None` on the CPU.
+    pub memory: Option<Memory>,
+}
+
+/// GPU memory in bytes: what was to be expected, and what was there.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+pub struct Memory {
+    /// Slots with staging, as the cache reports them.
+    pub slots: u64,
+    /// Workspace of the experts' kernels.
+    pub workspace: u64,
+    /// Weights of the dense part, and the KV cache.
+    pub dense: u64,
+    /// Free before the run less free at its end; the driver, kernels and libraries were loaded before.
+    pub measured: u64,
+    /// Least and most of the memory pool in use, over the tokens measured.
+    pub pool_used: [u64; 2],
+    /// Least and most of the GPU's free memory, over the tokens measured.
+    pub free: [u64; 2],
+}
+
+impl Memory {
+    /// All that was to be expected.
+    pub fn expected(&self) -> u64 {
+        self.slots + self.workspace + self.dense
+    }
+
+    /// Measured over expected, less one.
+    pub fn off(&self) -> f64 {
+        self.measured as f64 / self.expected().max(1) as f64 - 1.0
+    }
+}
+
+/// Loads kernels, libraries and their workspaces, so that a run's memory is its own.
+///
+/// # Errors
+/// Those of a small run.
+pub fn warm_up(device: &Device) -> Result<()> {
+    let run = Decode { warm_up: [64, 2], steps: 2, ..Decode::new(Shape::small()) };
+    run.run(device, &|_| {}).map(|_| ())
+}
+
+impl Decode {
+    /// Runs on `device` and hands out what was measured. `say` hears of what takes long.
+    ///
+    /// # Errors
+    /// For slots that do not fit, devices that cannot be used, and whatever the cache and the model report.
+    pub fn run(&self, device: &Device, say: &dyn Fn(&str)) -> Result<Measured> {
+        let Self { shape, slots_per_layer, .. } = self;
+        if let Some(n) = slots_per_layer.filter(|n| !(shape.top_k..=shape.experts).contains(n)) {
+            let (least, most) = (shape.top_k, shape.experts);
+            return Err(Error::BadOption {
+                option: "--slots-per-layer",
+                value: n.to_string(),
+                expected: format!("a layer of {} uses {least} to {most}", shape.name),
+            });
+        }
+        if self.steps == 0 {
+            let expected = "at least 1 token is needed".to_owned();
+            return Err(Error::BadOption { option: "--steps", value: "0".to_owned(), expected });
+        }
+        let before = free_memory(device)?;
+        let start = Instant::now();
+        say("making the experts");
+        let (cache, uses) = self.cache(device)?;
+        let info = cache.backend_info().clone();
+        let directory = cache.directory().clone();
+        let model = match self.part {
+            Part::Experts => Running::Experts(self.experts(cache, device)?),
+            Part::Model => {
+                say("making the dense part");
+                self.model(cache, device)?
+            }
+        };
+        let load_s = start.elapsed().as_secs_f64();
+        say("running");
+        let mut noise = Noise::of(self.seed, 3);
+        let mut model = model;
+        model.prompt(self.warm_up[0], &mut noise)?;
+        for _ in 0..self.warm_up[1] {
+            model.token(&mut noise)?;
+        }
+        model.cache().reset_stats();
+        let mut times = Vec::with_capacity(self.steps);
+        let mut watch = Watch::default();
+        for _ in 0..self.steps {
+            let start = Instant::now();
+            model.token(&mut noise)?;
+            times.push(start.elapsed());
+            watch.look(device)?;
+        }
+        let stats = model.cache().stats();
+        let memory = match (before, free_memory(device)?) {
+            (Some(before), Some(after)) => Some(Memory {
+                slots: ((stats.slots + stats.staging_slots) * stats.slot_bytes) as u64,
+                workspace: self.workspace(),
+                dense: model.dense_bytes(),
+                measured: before.saturating_sub(after),
+                pool_used: watch.pool_used,
+                free: watch.free,
+            }),
+            _ => None,
+        };
+        Ok(self.measured(&times, &stats, info, load_s, Evenness::of(&directory, &uses), memory))
+    }
+
+    fn cache(&self, device: &Device) -> Result<(ExpertCache, Uses)> {
+        let Self { shape, format, .. } = self;
+        let store = match &self.store {
+            Some(path) => {
+                let store = ExpertStore::open(&[path], &Naming::auto())?;
+                let layers: Vec<usize> = store.directory().layers().iter().map(|l| l.experts).collect();
+                if layers != vec![shape.experts; shape.layers]
+                    || store.specs() != vec![shape.spec; shape.layers]
+                {
+                    return Err(Error::BadOption {
+                        option: "--store",
+                        value: path.display().to_string(),
+                        expected: format!(
+                            "it holds other experts than {} layers of {}: write it with `comoe-bench synth {}`",
+                            shape.layers, shape.name, shape.name
+                        ),
+                    });
+                }
+                store
+            }
+            None => {
+                let source = SynthSource::new(shape, *format, self.seed)?;
+                // A GPU's backend copies all of them to page-locked memory; the CPU's reads them again and again.
+                let source: Arc<dyn RecordSource> = match device {
+                    Device::Cpu => Arc::new(source.into_memory()?),
+                    _ => Arc::new(source),
+                };
+                synth::store(shape, *format, source)?
+            }
+        };
+        let experts = (0..shape.layers).map(|o| (*store.spec(o), *store.layout(o)));
+        let mut cuda = CudaOptions::default();
+        cuda.resident = self.resident;
+        let cuda = cuda.with_experts(experts);
+        let backend = backend(device, store.source(), cuda.clone())?;
+        let (backend, uses) = Counting::new(backend, store.directory().len());
+        let options = CacheOptions {
+            capacity: self.slots_per_layer.map_or(Capacity::All, |n| Capacity::Slots(n * shape.layers)),
+            policy: self.policy,
+            prefetch: self.prefetch,
+            prefetch_trigger: self.trigger,
+            top_k: shape.top_k,
+            ..CacheOptions::default()
+        };
+        let cache = ExpertCache::builder(store, device)
+            .backend(Box::new(backend))
+            .cuda(cuda)
+            .options(options)
+            .build()?;
+        Ok((cache, uses))
+    }
+
+    fn experts(&self, cache: ExpertCache, device: &Device) -> Result<ExpertsAlone> {
+        let mut noise = Noise::of(self.seed, 2);
+        let hidden = self.shape.spec.hidden;
+        // As large as what a norm hands out: deviation 1.
+        let x: Vec<f32> = noise.floats(hidden).into_iter().map(|v| v * 3f32.sqrt()).collect();
+        let x = Tensor::from_vec(x, (1, hidden), &Device::Cpu)?.to_dtype(dtype(device))?.to_device(device)?;
+        Ok(ExpertsAlone { cache, shape: self.shape.clone(), x, device: device.clone() })
+    }
+
+    fn model(&self, cache: ExpertCache, device: &Device) -> Result<Running> {
+        let config = ConfigFile::parse(Path::new("config.json"), &self.shape.config()?.to_string())?;
+        let folder = tempfile::tempdir().map_err(|e| Error::io(std::env::temp_dir(), e))?;
+        let made = folder.path().join("dense.safetensors");
+        let path = match &self.dense {
+            Some(path) => path,
+            None => {
+                write_dense(&made, &self.shape, self.seed)?;
+                &made
+            }
+        };
+        let plan = arch::plan(&config)?;
+        let context = (self.warm_up[0] + self.warm_up[1] + self.steps).next_multiple_of(512);
+        let kv = plan.kv_bytes_per_token(dtype(device).size_in_bytes()) * context;
+        let checkpoint = Checkpoint::open(&[path])?;
+        let naming = Naming::auto();
+        let elements: usize = checkpoint
+            .names()
+            .map(|name| Ok(checkpoint.tensor(name)?.shape.iter().product::<usize>()))
+            .sum::<comoe_core::Result<_>>()?;
+        let bytes = elements * dtype(device).size_in_bytes();
+        let mut weights = DenseWeights::new(&checkpoint, &naming, dtype(device), device, &|_| {})?;
+        let decoder = Decoder::load(plan, &mut weights, cache, context, dtype(device), device)?;
+        let kv_cache = decoder.new_kv()?;
+        Ok(Running::Model { decoder: Box::new(decoder), kv: kv_cache, bytes: (bytes + kv) as u64 })
+    }
+
+    #[cfg(feature = "cuda")]
+    fn workspace(&self) -> u64 {
+        let format = match self.resident {
+            ResidentFormat::Bf16 => ExpertFormat::Bf16,
+            _ => self.format,
+        };
+        let Shape { spec, top_k, .. } = &self.shape;
+        comoe_core::backend::cuda::workspace_bytes(spec, format, self.warm_up[0].max(1), *top_k)
+    }
+
+    #[cfg(not(feature = "cuda"))]
+    fn workspace(&self) -> u64 {
+        0
+    }
+
+    fn measured(
+        &self,
+        times: &[Duration],
+        stats: &CacheStats,
+        info: comoe_core::backend::BackendInfo,
+        load_s: f64,
+        evenness: Evenness,
+        memory: Option<Memory>,
+    ) -> Measured {
+        let steps = times.len() as f64;
+        let ms = |d: Duration| d.as_secs_f64() * 1e3;
+        let mut sorted = times.to_vec();
+        sorted.sort_unstable();
+        let busy = stats.time.demand;
+        Measured {
+            shape: self.shape.name.to_owned(),
+            layers: self.shape.layers,
+            part: self.part,
+            format: self.format.to_string(),
+            device: info.device,
+            notes: info.notes,
+            slots_per_layer: [stats.slots / self.shape.layers, self.shape.experts],
+            prefetch: match stats.staging_slots {
+                0 => "off".to_owned(),
+                _ => trigger_name(self.trigger).to_owned(),
+            },
+            steps: times.len(),
+            load_s,
+            tokens_per_s: steps / times.iter().sum::<Duration>().as_secs_f64(),
+            median_ms: sorted.get(sorted.len() / 2).copied().map_or(0.0, ms),
+            slowest_ms: sorted.last().copied().map_or(0.0, ms),
+            hit_rate: stats.hit_rate(),
+            bytes_per_token: stats.bytes_moved as f64 / steps,
+            gb_per_s: comoe_core::machine::gb_per_s(stats.bytes_moved, busy),
+            stalled_ms: ms(stats.time.stalled) / steps,
+            prefetched: stats.prefetched as f64 / steps,
+            prefetch_used: stats.prefetch_used as f64 / stats.prefetched.max(1) as f64,
+            evenness,
+            memory,
+        }
+    }
+}
+
+/// The name by which a trigger is asked for.
+pub fn trigger_name(trigger: PrefetchTrigger) -> &'static str {
+    match trigger {
+        PrefetchTrigger::MidLayer => "mid-layer",
+        PrefetchTrigger::EndOfLayer => "end-of-layer",
+        _ => "after-routing",
+    }
+}
+
+/// BF16 on a GPU, F32 on the CPU.
+fn dtype(device: &Device) -> DType {
+    if device.is_cpu() { DType::F32 } else { DType::BF16 }
+}
+
+/// The backend of a device, as the cache's builder would make it.
+///
+/// # Errors
+/// Those of the backend; [`Error::BadOption`] for a device that has none.
+#[cfg_attr(not(feature = "cuda"), expect(unused_variables, reason = "only GPUs have options"))]
+pub fn backend(
+    device: &Device,
+    source: Arc<dyn RecordSource>,
+    cuda: CudaOptions,
+) -> Result<Box<dyn Backend>> {
+    match device {
+        Device::Cpu => Ok(Box::new(CpuBackend::new(source))),
+        #[cfg(feature = "cuda")]
+        Device::Cuda(gpu) => Ok(Box::new(comoe_core::backend::cuda::CudaBackend::new(gpu, source, cuda)?)),
+        other => Err(Error::BadOption {
+            option: "--device",
+            value: format!("{:?}", other.location()),
+            expected: "use cpu, or cuda in a build with feature cuda".to_owned(),
+        }),
+    }
+}
+
+#[cfg(feature = "cuda")]
+fn free_memory(device: &Device) -> Result<Option<u64>> {
+    crate::gpu::free_after_trim(device)
+}
+
+#[cfg(not(feature = "cuda"))]
+fn free_memory(_: &Device) -> Result<Option<u64>> {
+    Ok(None)
+}
+
+/// Looks at a GPU's memory after each token.
+#[derive(Debug, Default)]
+struct Watch {
+    pool_used: [u64; 2],
+    free: [u64; 2],
+    #[cfg(feature = "cuda")]
+    looked: bool,
+}
+
+impl Watch {
+    #[cfg(feature = "cuda")]
+    fn look(&mut self, device: &Device) -> Result<()> {
+        let Some(now) = crate::gpu::memory(device)? else { return Ok(()) };
+        if !std::mem::replace(&mut self.looked, true) {
+            (self.pool_used, self.free) = ([now.pool_used; 2], [now.free; 2]);
+        }
+        for (range, value) in [(&mut self.pool_used, now.pool_used), (&mut self.free, now.free)] {
+            *range = [range[0].min(value), range[1].max(value)];
+        }
+        Ok(())
+    }
+
+    #[cfg(not(feature = "cuda"))]
+    fn look(&mut self, _: &Device) -> Result<()> {
+        Ok(())
+    }
+}
+
+/// What decodes.
+enum Running {
+    Experts(ExpertsAlone),
+    Model { decoder: Box<Decoder>, kv: comoe_models::blocks::kv_cache::KvCache, bytes: u64 },
+}
+
+struct ExpertsAlone {
+    cache: ExpertCache,
+    shape: Shape,
+    /// `[1, hidden]`
+    x: Tensor,
+    device: Device,
+}
+
+impl Running {
+    fn cache(&self) -> &ExpertCache {
+        match self {
+            Self::Experts(e) => &e.cache,
+            Self::Model { decoder, .. } => decoder.experts(),
+        }
+    }
+
+    fn dense_bytes(&self) -> u64 {
+        match self {
+            Self::Experts(_) => 0,
+            Self::Model { bytes, .. } => *bytes,
+        }
+    }
+
+    /// Many tokens at once.
+    fn prompt(&mut self, tokens: usize, noise: &mut Noise) -> Result<()> {
+        if tokens == 0 {
+            return Ok(());
+        }
+        match self {
+            Self::Experts(e) => e.step(tokens, noise),
+            Self::Model { decoder, kv, .. } => {
+                let vocab = decoder.plan().vocab;
+                let ids: Vec<u32> = (0..tokens).map(|_| noise.below(vocab) as u32).collect();
+                let logits = decoder.forward(&ids, kv, Rows::Last)?;
+                logits.flatten_all()?.to_vec1::<f32>()?;
+                Ok(())
+            }
+        }
+    }
+
+    /// One token, until its result is on the host.
+    fn token(&mut self, noise: &mut Noise) -> Result<()> {
+        match self {
+            Self::Experts(e) => e.step(1, noise),
+            Self::Model { .. } => self.prompt(1, noise),
+        }
+    }
+}
+
+impl ExpertsAlone {
+    /// `tokens` tokens through every layer, each with experts of its own. The ids are on the device, as a router leaves
+    /// them.
+    fn step(&self, tokens: usize, noise: &mut Noise) -> Result<()> {
+        let Self { cache, shape, x, device } = self;
+        let x = x.repeat((tokens, 1))?;
+        let weights = Tensor::full(1.0 / shape.top_k as f32, (tokens, shape.top_k), &Device::Cpu)?;
+        let mut y = None;
+        for layer in shape.moe_layers() {
+            let ids =
+                (0..tokens).flat_map(|_| noise.distinct(shape.experts, shape.top_k)).collect::<Vec<_>>();
+            let ids = Tensor::from_vec(ids, (tokens, shape.top_k), device)?;
+            y = Some(cache.layer(layer).forward(&x, &ids, &weights)?);
+        }
+        if let Some(y) = y {
+            y.to_dtype(DType::F32)?.flatten_all()?.to_vec1::<f32>()?;
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn run(change: impl FnOnce(&mut Decode)) -> Result<Measured> {
+        let mut run = Decode { warm_up: [64, 4], steps: 16, ..Decode::new(Shape::small()) };
+        change(&mut run);
+        run.run(&Device::Cpu, &|_| {})
+    }
+
+    #[test]
+    fn a_small_model_decodes_with_all_and_with_half_of_its_slots() {
+        for part in [Part::Model, Part::Experts] {
+            let all = run(|r| r.part = part).unwrap();
+            assert_eq!((all.hit_rate, all.slots_per_layer, all.bytes_per_token), (1.0, [8, 8], 0.0));
+            assert!(all.evenness.mean > 0.8 && all.evenness.least <= all.evenness.mean, "{:?}", all.evenness);
+            let half = run(|r| (r.part, r.slots_per_layer) = (part, Some(4))).unwrap();
+            assert!(half.hit_rate < 1.0 && half.bytes_per_token > 0.0, "{half:?}");
+            assert!(half.tokens_per_s > 0.0 && half.prefetch == "off");
+        }
+    }
+
+    #[test]
+    fn prefetch_and_a_packed_store_are_in_force_when_asked_for() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("small.comoe");
+        synth::write_store(&path, &Shape::small(), ExpertFormat::INT4, 1, &|_, _| {}).unwrap();
+        let m = run(|r| {
+            (r.prefetch, r.slots_per_layer) = (Prefetch::Correlation, Some(3));
+            (r.trigger, r.store) = (PrefetchTrigger::MidLayer, Some(path.clone()));
+        });
+        let m = m.unwrap();
+        assert!(m.prefetch == "mid-layer" && m.prefetched > 0.0, "{m:?}");
+        let other = run(|r| (r.shape.layers, r.store) = (1, Some(path.clone())));
+        assert!(other.unwrap_err().to_string().contains("other experts"));
+    }
+
+    #[test]
+    fn what_cannot_run_says_what_would() {
+        let text = run(|r| r.slots_per_layer = Some(1)).unwrap_err().to_string();
+        assert!(text.contains("uses 2 to 8"), "{text}");
+        assert!(run(|r| r.steps = 0).unwrap_err().to_string().contains("--steps"));
+        let text = run(|r| r.shape.dense = None).unwrap_err().to_string();
+        assert!(text.contains("--part experts"), "{text}");
+    }
+}

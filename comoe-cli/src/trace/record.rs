@@ -1,0 +1,109 @@
+//! `comoe trace record`, and `--trace` of any run.
+
+use std::io::BufReader;
+use std::path::Path;
+
+use comoe_core::store::Directory;
+use comoe_core::trace::{Phase, Recorder, TraceInfo};
+use comoe_models::arch;
+use comoe_models::load::ConfigFile;
+
+use super::args::RecordArgs;
+use super::name;
+use crate::args::OutputArgs;
+use crate::error::{Error, Result};
+use crate::input::Lines;
+use crate::load::{self, Loaded};
+use crate::output::say;
+use crate::sys::catch_interrupts;
+use crate::talk::{Settings, Talk, check_prompt};
+use crate::{model_path, sampling};
+
+/// A trace that is being written while a model answers.
+pub(crate) struct Recording {
+    recorder: Recorder,
+    path: std::path::PathBuf,
+}
+
+impl Recording {
+    /// From now on the model's routing goes to the file at `path`.
+    ///
+    /// # Errors
+    /// When the file cannot be made.
+    pub(crate) fn start(path: &Path, loaded: &Loaded, weights: bool) -> Result<Self> {
+        let experts = loaded.model.experts();
+        let info = TraceInfo {
+            model: loaded.name(),
+            top_k: loaded.model.decoder().plan().moe_layers().map(|l| l.1.router.top_k).max().unwrap_or(0),
+            directory: experts.directory().clone(),
+        };
+        let recorder = Recorder::create(path, info, weights).map_err(Error::core)?;
+        experts.observe(Some(Box::new(recorder.clone())));
+        Ok(Self { recorder, path: path.to_owned() })
+    }
+
+    /// What follows belongs to this turn and phase.
+    pub(crate) fn begin(&self, turn: u64, phase: Phase) {
+        self.recorder.begin(u32::try_from(turn).unwrap_or(u32::MAX), phase);
+    }
+
+    /// Ends the file, and says how much is in it.
+    ///
+    /// # Errors
+    /// With the first write that failed.
+    pub(crate) fn finish(self, loaded: &Loaded, quiet: bool) -> Result<()> {
+        loaded.model.experts().observe(None);
+        let tokens = self.recorder.finish().map_err(Error::core)?;
+        if !quiet {
+            say!("routing of {tokens} tokens written to {}", name(&self.path));
+        }
+        Ok(())
+    }
+}
+
+/// The experts of the model in `folder`, by its config alone; record sizes are not known from that, and are 1.
+pub(super) fn experts_of(folder: &Path) -> Result<Directory> {
+    let folder = model_path::find(Some(folder))?;
+    let plan = arch::plan(&ConfigFile::of_model(&folder)?)?;
+    Directory::new(plan.moe_layers().map(|(layer, moe)| (layer, moe.experts, 1))).map_err(Error::core)
+}
+
+pub(crate) fn run(args: &RecordArgs) -> Result<()> {
+    sampling::check(&args.sampler)?;
+    let prompts = prompts(&args.prompts, args.sampler.raw)?;
+    let folder = model_path::find(args.model.model.as_deref())?;
+    let sampler = sampling::options(&args.sampler, &folder)?;
+    let loaded = load::load(folder, &args.model, args.quiet)?;
+    let recording = Recording::start(&args.output, &loaded, !args.no_weights)?;
+    let output = OutputArgs { stats: false, json: false, quiet: args.quiet, trace: None };
+    let settings = Settings { sampler, max_tokens: args.sampler.max_tokens, output: &output };
+    let mut talk = match args.sampler.raw {
+        true => Talk::without_template(&loaded, settings, None),
+        false => Talk::new(&loaded, None, settings, None),
+    }?
+    .recorded(Some(&recording));
+    catch_interrupts();
+    for prompt in &prompts {
+        talk.reset();
+        talk.say(prompt)?;
+    }
+    recording.finish(&loaded, args.quiet)
+}
+
+/// The prompts of a file: its lines that are not blank.
+fn prompts(path: &Path, raw: bool) -> Result<Vec<String>> {
+    let mut prompts = Vec::new();
+    let reader: Box<dyn std::io::BufRead> = if path == Path::new("-") {
+        Box::new(BufReader::new(std::io::stdin()))
+    } else {
+        let file = std::fs::File::open(path).map_err(|e| Error::core(comoe_core::Error::io(path, e)))?;
+        Box::new(BufReader::new(file))
+    };
+    let mut lines = Lines::new(reader);
+    while let Some(line) = lines.next_line()? {
+        if check_prompt(&line, raw).is_ok() {
+            prompts.push(line);
+        }
+    }
+    if prompts.is_empty() { Err(Error::NoPrompts { path: path.to_owned() }) } else { Ok(prompts) }
+}
