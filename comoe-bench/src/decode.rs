@@ -201,7 +201,7 @@ impl Decode {
         let info = cache.backend_info().clone();
         let directory = cache.directory().clone();
         let model = match self.part {
-            Part::Experts => Running::Experts(self.experts(cache, device)?),
+            Part::Experts => Running::Experts(Box::new(self.experts(cache, device)?)),
             Part::Model => {
                 say("making the dense part");
                 self.model(cache, device)?
@@ -461,7 +461,7 @@ impl Watch {
 
 /// What decodes.
 enum Running {
-    Experts(ExpertsAlone),
+    Experts(Box<ExpertsAlone>),
     Model { decoder: Box<Decoder>, kv: comoe_models::blocks::kv_cache::KvCache, bytes: u64 },
 }
 

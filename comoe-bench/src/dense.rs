@@ -16,8 +16,9 @@ const PART: usize = 1 << 20;
 
 /// Writes the BF16 weights that surround `shape`'s experts to `path`; returns their bytes.
 ///
-/// Matrices have deviation `1 / sqrt(columns)`, the embedding 1, norms are 1, so that what a token adds to the residual
-/// stream stays as large as what it finds there, and routers choose every expert about as often.
+/// Matrices have deviation `1 / sqrt(columns)` and norms are 1, so that every block's output is about as large as its
+/// normed input. The embedding has deviation 4: what random attention adds to all tokens alike stays small beside what
+/// tells them apart, also after many layers, and routers choose every expert about as often.
 ///
 /// # Errors
 /// [`Error::NoDensePart`] where a shape's is not known, [`Error::Weights`] when the file cannot be written.
@@ -40,7 +41,7 @@ fn tensors(shape: &Shape) -> Result<Vec<(String, Random)>> {
     let matrix = |rows: usize, cols: usize| random(&[rows, cols], (cols as f64).powf(-0.5));
     let ones = |n: usize| random(&[n], 0.0);
     let mut all = vec![
-        ("model.embed_tokens.weight".to_owned(), random(&[dense.vocab, hidden], 1.0)),
+        ("model.embed_tokens.weight".to_owned(), random(&[dense.vocab, hidden], 4.0)),
         ("model.norm.weight".to_owned(), ones(hidden)),
         ("lm_head.weight".to_owned(), matrix(dense.vocab, hidden)),
     ];

@@ -2,7 +2,7 @@
 //!
 //! `benches/` holds the criterion benches; the binary measures what needs a big model or a GPU. Reading order: [`shape`]
 //! (which models), [`synth`] and [`dense`] (their weights), [`decode`] (a model of a shape, run), [`tiny`] (comoe-tiny,
-//! run), [`transfer`] (the link), [`report`] (how results are shown).
+//! run), `transfer` (the link; feature `cuda`), [`report`] (how results are shown).
 
 pub mod counting;
 pub mod decode;

@@ -188,8 +188,8 @@ const BF16_DEVIATION: f64 = 1.527_5;
 /// Random bits as sixteen nibbles 1..=15: 0, which would be -8 and has no positive mate, becomes 8, which is 0.
 #[inline(always)]
 fn int4_word(w: u64) -> u64 {
-    let any = w | w >> 1 | w >> 2 | w >> 3;
-    w | (!any & 0x1111_1111_1111_1111) << 3
+    let any = w | (w >> 1) | (w >> 2) | (w >> 3);
+    w | ((!any & 0x1111_1111_1111_1111) << 3)
 }
 
 /// Random bits as eight bytes -127..=127: -128 becomes 0.
@@ -202,7 +202,7 @@ fn int8_word(w: u64) -> u64 {
 /// Random bits as four BF16 values `±2^e..2^(e+1)`.
 #[inline(always)]
 fn bf16_word(w: u64, exponent: u64) -> u64 {
-    w & 0x807f_807f_807f_807f | (exponent << 7) * 0x0001_0001_0001_0001
+    (w & 0x807f_807f_807f_807f) | ((exponent << 7) * 0x0001_0001_0001_0001)
 }
 
 /// The biased exponent whose magnitudes come closest to a deviation.
