@@ -9,6 +9,7 @@ use comoe_core::policy::PolicyKind;
 use comoe_core::replay::{Eviction, Grouping, PredictorKind, ReplayPolicy, Span};
 
 use crate::args::{ModelArgs, SamplerArgs, parse_positive};
+use crate::size::parse_size;
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum TraceCommand {
@@ -58,6 +59,9 @@ pub(crate) struct FileArgs {
 pub(crate) struct ShowArgs {
     #[command(flatten)]
     pub(crate) file: FileArgs,
+    /// Compare the residency column of a CSV with one global LRU of so many bytes, such as 4000M
+    #[arg(long, value_name = "SIZE", value_parser = parse_size, conflicts_with = "json")]
+    pub(crate) check_residency: Option<u64>,
     /// Print one JSON object
     #[arg(long)]
     pub(crate) json: bool,

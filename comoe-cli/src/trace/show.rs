@@ -1,11 +1,13 @@
 //! `comoe trace show`.
 
+use comoe_core::stats::human_bytes;
+use comoe_core::trace::csv::RouteRows;
 use comoe_core::trace::{LayerSummary, Summary, Trace};
 use serde::Serialize;
 
 use super::args::ShowArgs;
 use super::{json, open, print, table};
-use crate::error::Result;
+use crate::error::{Error, Result};
 
 #[derive(Serialize)]
 struct Shown<'a> {
@@ -32,6 +34,12 @@ struct ShownLayer<'a> {
 }
 
 pub(crate) fn run(args: &ShowArgs) -> Result<()> {
+    if let Some(budget) = args.check_residency {
+        let rows = RouteRows::open(&args.file.trace).map_err(Error::core)?;
+        let differ = rows.residency_mismatches(budget);
+        let (all, budget) = (rows.rows.len(), human_bytes(budget));
+        return print(&format!("{differ} of {all} rows tell otherwise than a global LRU of {budget}\n"));
+    }
     let trace = open(&args.file)?;
     let summary = trace.summary();
     print(&if args.json { json(&shown(&trace, &summary)) } else { text(&trace, &summary) })
