@@ -38,7 +38,7 @@ impl Hold {
     pub const RESIDENT: Self = Self {
         capacity: Capacity::All,
         prefetch: Prefetch::Off,
-        trigger: PrefetchTrigger::EndOfLayer,
+        trigger: PrefetchTrigger::AfterRouting,
         format: ExpertFormat::Bf16,
     };
 

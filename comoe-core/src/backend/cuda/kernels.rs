@@ -19,6 +19,7 @@ use crate::format::ExpertFormat;
 
 mod args;
 mod by_value;
+mod early;
 mod one_token;
 
 static FATBIN: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/kernels.fatbin"));
@@ -143,6 +144,7 @@ impl Kernels {
         let shared_limit = ctx
             .attribute(sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)
             .map_err(fail)?;
+        let (major, _) = ctx.compute_capability().map_err(fail)?;
         let function = |name: &str| module.load_function(name).map_err(fail);
         let one = |kind: &str, format: &str, tokens: usize| {
             let f = function(&format!("{kind}_{format}_t{tokens}"))?;
@@ -161,7 +163,7 @@ impl Kernels {
             shared_limit: shared_limit as usize,
             gate_up: [gemv("gate_up", "bf16")?, gemv("gate_up", "int8")?, gemv("gate_up", "int4")?],
             down: [gemv("down", "bf16")?, gemv("down", "int8")?, gemv("down", "int4")?],
-            one_token: OneToken::load(&module, shared_limit).map_err(fail)?,
+            one_token: OneToken::load(&module, shared_limit, major >= 9).map_err(fail)?,
             dequant: [function("dequant_bf16")?, function("dequant_int8")?, function("dequant_int4")?],
             gemm_gate_up: function("gemm_gate_up")?,
             gemm_down: function("gemm_down")?,
@@ -221,7 +223,8 @@ impl Kernels {
     /// As [`Kernels::gate_up`].
     ///
     /// # Safety
-    /// As [`Kernels::gate_up`].
+    /// As [`Kernels::gate_up`]. A kernel right before this on the stream, of which h may come, must not write the items,
+    /// the assignments or the records' down parts: they may be read while it ends.
     pub unsafe fn down(&self, stream: &Arc<CudaStream>, args: &DownArgs<'_>) -> Result<()> {
         let layout = args.items.layout;
         if self.takes_one_token(&args.items) {
@@ -254,7 +257,7 @@ impl Kernels {
     /// As these; [`Error::BadArgument`] when they are not about the same call.
     ///
     /// # Safety
-    /// As these; for one token `partial` is not written.
+    /// As these, and for one token `partial` is not written.
     pub unsafe fn down_combine(
         &self,
         stream: &Arc<CudaStream>,

@@ -1,17 +1,19 @@
-//! The launches of kernels/one_token.cu: gate_up and down for one token.
+//! The launches of kernels/one_token.cu and kernels/one_token_int4.cu: gate_up and down for one token.
 
+use std::ffi::c_void;
 use std::sync::Arc;
 
 use cudarc::driver::{
     CudaFunction, CudaModule, CudaStream, DeviceRepr, DriverError, LaunchConfig, PushKernelArg, sys,
 };
 
+use super::early::launch_early;
 use super::{
     Act, CombineArgs, DownArgs, GateUpArgs, Input, Items, Kernels, Record, dtype_code, format_index,
     grid_extent,
 };
 use crate::error::Result;
-use crate::expert::MatrixLayout;
+use crate::expert::{ExpertLayout, MatrixLayout};
 use crate::format::ExpertFormat;
 
 /// Of a block of gate_up, each with two gate and two up rows; the kernel's launch bounds say as much.
@@ -21,10 +23,25 @@ const DOWN_ROWS: usize = 8;
 /// What a warp reads of a row at a time.
 const PASS_BYTES: usize = 512;
 
+/// Of kernels/one_token_int4.cu: rows of a block of either kernel.
+const DIGITS_ROWS: usize = 16;
+/// Warps that share the rows of a block of gate_up, and an item's rows of a block of down.
+const DIGITS_GATE_UP_SLOTS: usize = 8;
+const DIGITS_DOWN_SLOTS: usize = 3;
+/// Items that a block of down works on at a time.
+const DIGITS_TEAMS: usize = 8;
+/// `sizeof(Digits)`: a warp's piece of x.
+const DIGITS_BYTES: usize = 1216;
+
 /// The kernels, by [`format_index`].
 pub(super) struct OneToken {
     gate_up: [CudaFunction; 3],
     down: [CudaFunction; 3],
+    /// For INT4 in groups of 64 weights or more.
+    digits_gate_up: CudaFunction,
+    digits_down: CudaFunction,
+    /// Whether the GPU sets up a kernel while the one before it ends: since Hopper.
+    early: bool,
 }
 
 /// Where down's results go; mirrored by `struct Output` in kernels/one_token.cu.
@@ -45,6 +62,7 @@ impl OneToken {
     pub(super) fn load(
         module: &Arc<CudaModule>,
         shared_limit: i32,
+        early: bool,
     ) -> std::result::Result<Self, DriverError> {
         let load = |kind: &str, format: &str| {
             let f = module.load_function(&format!("one_token_{kind}_{format}"))?;
@@ -56,7 +74,13 @@ impl OneToken {
         };
         let three =
             |kind| Ok::<_, DriverError>([load(kind, "bf16")?, load(kind, "int8")?, load(kind, "int4")?]);
-        Ok(Self { gate_up: three("gate_up")?, down: three("down")? })
+        Ok(Self {
+            gate_up: three("gate_up")?,
+            down: three("down")?,
+            digits_gate_up: module.load_function("one_token_gate_up_int4_digits")?,
+            digits_down: load("down", "int4_digits")?,
+            early,
+        })
     }
 }
 
@@ -82,18 +106,38 @@ fn down_warps(items: usize) -> usize {
     items.clamp(1, WARPS)
 }
 
+/// Whether kernels/one_token_int4.cu does a layout: a lane's 32 weights have one scale whatever the group, but the two
+/// lanes that share sums need a group of 64, and places in a record are 32 bits there.
+fn takes_digits(layout: &ExpertLayout) -> bool {
+    matches!(layout.format, ExpertFormat::Int4 { group } if group >= 64)
+        && u32::try_from(layout.record_bytes).is_ok()
+}
+
+fn digits_teams(items: usize) -> usize {
+    items.clamp(1, DIGITS_TEAMS)
+}
+
+/// Shared memory of down with its digits of x, and sums per assignment, or per team where they are not `combined`.
+fn digits_down_shared(teams: usize, combined: usize) -> usize {
+    DIGITS_DOWN_SLOTS * (teams * DIGITS_BYTES + combined.max(teams) * DIGITS_ROWS * 4)
+}
+
 impl Kernels {
     /// Whether a call's shape and tokens are those of one_token.cu, which holds all of x in shared memory.
     pub(super) fn takes_one_token(&self, items: &Items<'_>) -> bool {
         let layout = items.layout;
         items.tokens == 1
-            && gate_up_shared(layout.format, &layout.gate) <= self.shared_limit
-            && down_shared(layout.format, WARPS, 0) <= self.shared_limit
+            && (takes_digits(layout)
+                || gate_up_shared(layout.format, &layout.gate) <= self.shared_limit
+                    && down_shared(layout.format, WARPS, 0) <= self.shared_limit)
     }
 
     /// Whether down's sums of all experts fit into shared memory.
     pub(super) fn combines_in_place(&self, items: &Items<'_>, combine: &CombineArgs) -> bool {
-        let shared = down_shared(items.layout.format, down_warps(items.len), combine.top_k);
+        let shared = match takes_digits(items.layout) {
+            true => digits_down_shared(digits_teams(items.len), combine.top_k),
+            false => down_shared(items.layout.format, down_warps(items.len), combine.top_k),
+        };
         items.len > 0 && items.most > 0 && shared <= self.shared_limit
     }
 
@@ -109,18 +153,41 @@ impl Kernels {
         if items.len == 0 || items.most == 0 {
             return Ok(());
         }
+        let (function, rows, warps, shared) = match takes_digits(layout) {
+            true => (&self.one_token.digits_gate_up, DIGITS_ROWS, DIGITS_GATE_UP_SLOTS, 0),
+            false => (
+                &self.one_token.gate_up[format_index(layout.format)],
+                2 * WARPS,
+                WARPS,
+                gate_up_shared(layout.format, &layout.gate),
+            ),
+        };
         let config = LaunchConfig {
-            grid_dim: (layout.gate.rows.div_ceil(2 * WARPS) as u32, grid_extent("items", items.len)?, 1),
-            block_dim: (32 * WARPS as u32, 1, 1),
-            shared_mem_bytes: gate_up_shared(layout.format, &layout.gate) as u32,
+            grid_dim: (layout.gate.rows.div_ceil(rows) as u32, grid_extent("items", items.len)?, 1),
+            block_dim: (32 * warps as u32, 1, 1),
+            shared_mem_bytes: shared as u32,
         };
         let (record, act) = (Record::new(layout), Act::new(args.activation));
-        let mut launch = stream.launch_builder(&self.one_token.gate_up[format_index(layout.format)]);
-        launch.arg(&items.items).arg(&items.assignments).arg(&record).arg(&input).arg(&act).arg(&args.h);
-        // SAFETY: types and order are those of ONE_TOKEN in kernels/one_token.cu; the addresses are the caller's
-        // promise.
-        unsafe { launch.launch(config) }.map_err(|error| self.launch_error("one_token_gate_up", error))?;
-        Ok(())
+        let launched = if self.one_token.early && takes_digits(layout) {
+            let mut arguments = [
+                address(&items.items),
+                address(&items.assignments),
+                address(&record),
+                address(&input),
+                address(&act),
+                address(&args.h),
+            ];
+            // SAFETY: types and order are those of one_token_gate_up_int4_digits, which waits for the kernel before it
+            // first of all; the addresses are the caller's promise.
+            unsafe { launch_early(stream, function, config, &mut arguments) }
+        } else {
+            let mut launch = stream.launch_builder(function);
+            launch.arg(&items.items).arg(&items.assignments).arg(&record).arg(&input).arg(&act).arg(&args.h);
+            // SAFETY: types and order are those of ONE_TOKEN in kernels/one_token.cu, and of
+            // one_token_gate_up_int4_digits; the addresses are the caller's promise.
+            unsafe { launch.launch(config) }.map(|_| ())
+        };
+        launched.map_err(|error| self.launch_error("one_token_gate_up", error))
     }
 
     /// Down alone, or with the weighted sum over the token's experts.
@@ -147,20 +214,49 @@ impl Kernels {
                 top_k: c.top_k as u32,
             },
         };
-        let warps = down_warps(items.len);
+        let combined = output.top_k as usize;
+        let (function, rows, warps, shared) = if takes_digits(layout) {
+            let teams = digits_teams(items.len);
+            let shared = digits_down_shared(teams, combined);
+            (&self.one_token.digits_down, DIGITS_ROWS, teams * DIGITS_DOWN_SLOTS, shared)
+        } else {
+            let warps = down_warps(items.len);
+            let function = &self.one_token.down[format_index(layout.format)];
+            (function, DOWN_ROWS, warps, down_shared(layout.format, warps, combined))
+        };
         let config = LaunchConfig {
-            grid_dim: (layout.down.rows.div_ceil(DOWN_ROWS) as u32, 1, 1),
+            grid_dim: (layout.down.rows.div_ceil(rows) as u32, 1, 1),
             block_dim: (32 * warps as u32, 1, 1),
-            shared_mem_bytes: down_shared(layout.format, warps, output.top_k as usize) as u32,
+            shared_mem_bytes: shared as u32,
         };
         let (record, len) = (Record::new(layout), grid_extent("items", items.len)?);
-        let mut launch = stream.launch_builder(&self.one_token.down[format_index(layout.format)]);
-        launch.arg(&items.items).arg(&items.assignments).arg(&record).arg(&args.h).arg(&len).arg(&output);
-        // SAFETY: types and order are those of ONE_TOKEN in kernels/one_token.cu; the addresses are the caller's
-        // promise.
-        unsafe { launch.launch(config) }.map_err(|error| self.launch_error("one_token_down", error))?;
-        Ok(())
+        let launched = if self.one_token.early && takes_digits(layout) {
+            let mut arguments = [
+                address(&items.items),
+                address(&items.assignments),
+                address(&record),
+                address(&args.h),
+                address(&len),
+                address(&output),
+            ];
+            // SAFETY: types and order are those of one_token_down_int4_digits, which waits for the kernel before it
+            // before it reads h or writes results; that that kernel writes nothing else it reads, and the addresses,
+            // are the caller's promise.
+            unsafe { launch_early(stream, function, config, &mut arguments) }
+        } else {
+            let mut launch = stream.launch_builder(function);
+            launch.arg(&items.items).arg(&items.assignments).arg(&record).arg(&args.h).arg(&len).arg(&output);
+            // SAFETY: types and order are those of ONE_TOKEN in kernels/one_token.cu, and of
+            // one_token_down_int4_digits; the addresses are the caller's promise.
+            unsafe { launch.launch(config) }.map(|_| ())
+        };
+        launched.map_err(|error| self.launch_error("one_token_down", error))
     }
+}
+
+/// Where an argument of a kernel lies on the host.
+fn address<T: DeviceRepr>(argument: &T) -> *mut c_void {
+    std::ptr::from_ref(argument).cast_mut().cast()
 }
 
 #[cfg(test)]
@@ -176,8 +272,11 @@ mod tests {
                 // 99 KiB is the least of the supported generations.
                 assert!(gate_up_shared(format, &layout.gate) <= 99 << 10, "{format} {hidden}");
                 assert!(down_shared(format, WARPS, 16) <= 99 << 10, "{format} {hidden}");
+                let of_64 = matches!(format, ExpertFormat::Int4 { group: 64 | 128 });
+                assert_eq!(takes_digits(&layout), of_64, "{format} {hidden}");
             }
         }
+        assert!(digits_down_shared(DIGITS_TEAMS, 64) <= 48 << 10);
         let qwen = ExpertLayout::new(&ExpertSpec::swiglu(2048, 768), ExpertFormat::INT4);
         assert_eq!(gate_up_shared(qwen.format, &qwen.gate), 4 * 2048);
     }
