@@ -16,13 +16,6 @@ constexpr uint32_t kBatchCols = 256;
 // Warps that share rows, each with every such batch: part of the order of summation.
 constexpr uint32_t kGateUpSlots = 8, kDownSlots = 3;
 
-// Blackwell's compiler needs more registers for the same.
-#if __CUDA_ARCH__ >= 1000
-constexpr bool kManyAtOnce = false;
-#else
-constexpr bool kManyAtOnce = true;
-#endif
-
 // A batch of x for one warp.
 struct __align__(16) Digits {
     // [chunk][q][digit][word of the weights][nibbles 0, 2, 4, 6 or 1, 3, 5, 7], four words apart for the banks' sake.
@@ -50,7 +43,7 @@ __device__ __forceinline__ float stage_digits(const float (&v)[8], uint32_t lane
 #pragma unroll
     for (int step = 1; step < 8; step *= 2) most = max(most, __shfl_xor_sync(0xffffffffu, most, step));
     // Below 2^(exponent - 126). Tiny x has an exponent with room for both powers of two.
-    const uint32_t exponent = max(most >> 23, 30u);
+    const uint32_t exponent = max(most >> 23, 64u);
     const float shift = __uint_as_float((283 - min(exponent, 254u)) << 23);
     // x that is not finite must show.
     const float back = __uint_as_float(exponent == 255 ? 0x7fffffffu : (exponent - 29) << 23);
@@ -156,8 +149,8 @@ __device__ __forceinline__ void multiply_digits(uint4 (&w)[2][T][2], const uint1
 #pragma unroll
         for (int i = 0; i < 2; i++) scale[t][i] = __half2float(__ushort_as_half(s[t][i])) * mine;
     }
-    // Side by side where there are registers for it.
-#pragma unroll (T == 2 && kManyAtOnce ? 2 : 1)
+    // One after the other: interleaved by the compiler they would need more registers than there are.
+#pragma unroll 1
     for (int c = 0; c < 2; c++) {
         uint4 b[2] = {make_uint4(0, 0, 0, 0), make_uint4(0, 0, 0, 0)};
         if (q / 2 == lane / 16) {
@@ -197,7 +190,7 @@ __device__ __forceinline__ float sum_digits(float v, uint32_t lane) {
 // Copies bytes (a multiple of 16) as thread `thread` of `threads`, several pieces under way: host memory is far.
 __device__ __forceinline__ void copy_bytes(const char* from, char* to, uint32_t bytes, uint32_t thread,
                                            uint32_t threads) {
-    constexpr int kPieces = kManyAtOnce ? 2 : 1;
+    constexpr int kPieces = 2;
     const uint32_t step = threads * 16;
 #pragma unroll 1
     for (uint32_t at = thread * 16; at < bytes; at += kPieces * step) {
@@ -245,9 +238,7 @@ __device__ __forceinline__ void one_token_gate_up_digits(const Item* items, cons
                                                          float* h) {
     __shared__ Digits digits[kGateUpSlots];
     __shared__ float sums[kGateUpSlots][2 * T][8];
-    // Kept here and not in registers, of which the weights under way take most.
     __shared__ uint32_t assignment;
-    __shared__ bool last;
     wait_for_previous();
     let_dependents_start();
     const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -277,22 +268,18 @@ __device__ __forceinline__ void one_token_gate_up_digits(const Item* items, cons
     mine.place(0, rec.gate, row0 + lane / 4);
     mine.place(1, rec.up, row0 + lane / 4);
 #pragma unroll 1
-    for (uint32_t n = 0;; n++) {
+    for (uint32_t n = 0; n < item.count; n++) {
 #pragma unroll 1
         for (uint32_t batch = warp; batch < batches; batch += kGateUpSlots) {
             uint4 w[2][T][2];
             uint16_t s[T][2];
             if (in.row_weights || n > 0 || batch != warp) {
-                const float* weights = in.row_weights;
-                load_x(batch, weights ? weights[assignments[items[blockIdx.y].first + n]] : 1.f);
+                load_x(batch, in.row_weights ? in.row_weights[assignments[item.first + n]] : 1.f);
             }
             mine.load(batch, w, s);
             __syncwarp();  // the last batch's readers are done
             const float back = stage_digits(v, lane, digits[warp]);
-            if (threadIdx.x == 0 && batch == 0) {
-                assignment = assignments[items[blockIdx.y].first + n];
-                last = n + 1 == items[blockIdx.y].count;
-            }
+            if (threadIdx.x == 0 && batch == 0) assignment = assignments[item.first + n];
             __syncwarp();
             float acc[T][2] = {};
             multiply_digits<T>(w, s, back, digits[warp], lane, acc);
@@ -323,8 +310,7 @@ __device__ __forceinline__ void one_token_gate_up_digits(const Item* items, cons
             }
             h[size_t(assignment) * rows + row] = activate(act, gate, up);
         }
-        if (last) break;
-        __syncthreads();  // what is shared may be written anew
+        if (n + 1 < item.count) __syncthreads();  // sums may be written anew
     }
 }
 
