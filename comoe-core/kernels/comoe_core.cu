@@ -4,3 +4,4 @@
 #include "gemm.cu"
 #include "gemv.cu"
 #include "one_token.cu"
+#include "resolve.cu"
