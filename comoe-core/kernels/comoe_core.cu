@@ -5,3 +5,4 @@
 #include "gemv.cu"
 #include "one_token.cu"
 #include "one_token_int4.cu"
+#include "resolve.cu"

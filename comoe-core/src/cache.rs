@@ -6,7 +6,7 @@ use candle_core::{DType, Device, Tensor};
 
 use crate::backend::cpu::CpuBackend;
 use crate::backend::cuda::{CudaOptions, cuda_memory};
-use crate::backend::{Backend, BackendInfo, Work};
+use crate::backend::{Backend, BackendInfo, DeviceStep, DriverKind, MOST_DEVICE_TOKENS, Work};
 use crate::error::{Error, Result};
 use crate::expert::{ExpertId, ExpertLayout, ExpertSpec};
 use crate::format::ExpertFormat;
@@ -90,6 +90,8 @@ pub struct CacheOptions {
     /// Device memory that slots leave free, in bytes: for dense weights, KV cache and workspace that come later. On a
     /// GPU, slots that do not fit beside it are refused before anything is loaded.
     pub reserve: u64,
+    /// Who drives a step.
+    pub driver: DriverKind,
 }
 
 /// Memory of a device that slots may take.
@@ -286,6 +288,12 @@ impl<S> CacheBuilder<S> {
         self
     }
 
+    /// Who drives a step: see [`DriverKind`]. Default: the device where it can, the host otherwise.
+    pub fn driver(mut self, driver: DriverKind) -> Self {
+        self.options.driver = driver;
+        self
+    }
+
     /// A backend of the caller's own, instead of the device's.
     pub fn backend(mut self, backend: Box<dyn Backend>) -> Self {
         self.backend = Some(backend);
@@ -304,7 +312,8 @@ impl<S> CacheBuilder<S> {
         self
     }
 
-    fn core(self, source: Arc<dyn RecordSource>) -> Result<(Core, S)> {
+    /// `of_experts`: the records are experts, which a device can drive.
+    fn core(self, source: Arc<dyn RecordSource>, of_experts: bool) -> Result<(Core, S)> {
         let Self { store, device, options, backend, cuda, rules } = self;
         let directory = Arc::new(source.directory().clone());
         if directory.is_empty() {
@@ -315,12 +324,12 @@ impl<S> CacheBuilder<S> {
             _ => directory.largest_record(),
         };
         let room = Room::of(&device, options.reserve)?;
-        let layout = options.layout(&directory, slot_bytes, room.as_ref())?;
+        let mut layout = options.layout(&directory, slot_bytes, room.as_ref())?;
         let backend = match backend {
             Some(backend) => backend,
             None => backend_for(&device, &source, cuda)?,
         };
-        let info = backend.info();
+        let mut info = backend.info();
         let records = directory.len();
         let policy = options.policy.in_force(matches!(device, Device::Cuda(_)));
         let sharing = directory.layers().len().div_ceil(layout.shape.partitions.len().max(1));
@@ -338,7 +347,21 @@ impl<S> CacheBuilder<S> {
                 prefetch(Box::new(Correlation::new(&experts, 1)), Some(gate))
             }
         };
-        let engine = Engine::new(backend, directory.clone(), pool, prefetch, slot_bytes, rules)?;
+        let mut engine = Engine::new(backend, directory.clone(), pool, prefetch, slot_bytes, rules)?;
+        match drive(options.driver, policy, &mut engine, of_experts) {
+            Ok(()) => info.notes.push(format!(
+                "steps of up to {MOST_DEVICE_TOKENS} tokens are driven by the device, without a host round trip"
+            )),
+            Err(reason) if options.driver == DriverKind::Device => {
+                let reason = format!("the device cannot drive this cache: {reason}; use auto or host");
+                return Err(Error::BadArgument { what: "driver", reason });
+            }
+            // Elsewhere there is nothing but the host to expect.
+            Err(reason) if options.driver == DriverKind::Auto && of_experts && device.is_cuda() => {
+                layout.notes.push(format!("every step is driven by the host: {reason}"));
+            }
+            Err(_) => {}
+        }
         layout.notes.iter().for_each(|note| tracing::warn!("{note}"));
         info.notes.iter().for_each(|note| tracing::info!("{}: {note}", info.device));
         let core = Core {
@@ -352,6 +375,23 @@ impl<S> CacheBuilder<S> {
             observer: Mutex::new(None),
         };
         Ok((core, store))
+    }
+}
+
+/// Lets the device drive, or says why not.
+fn drive(
+    asked: DriverKind,
+    policy: PolicyKind,
+    engine: &mut Engine,
+    of_experts: bool,
+) -> std::result::Result<(), String> {
+    if !of_experts {
+        return Err("its records are no experts".to_owned());
+    }
+    match (asked, policy) {
+        (DriverKind::Host, _) => Err("the host driver was asked for".to_owned()),
+        (_, PolicyKind::Lru) => engine.offer_device(),
+        (_, other) => Err(format!("the policy is {other}, the device knows lru")),
     }
 }
 
@@ -386,6 +426,10 @@ struct Core {
 }
 
 impl Core {
+    fn is_observed(&self) -> bool {
+        self.observer.lock().unwrap_or_else(PoisonError::into_inner).is_some()
+    }
+
     /// Tells the observer, if there is one.
     fn observed(&self, step: &Routed<'_>) {
         if let Some(observer) = self.observer.lock().unwrap_or_else(PoisonError::into_inner).as_mut() {
@@ -433,7 +477,7 @@ impl Core {
 
 macro_rules! shared_methods {
     () => {
-        /// Counters since the cache was built or reset.
+        /// Counters since the cache was built or reset. Where the device drives steps, waits for those so far.
         pub fn stats(&self) -> CacheStats {
             self.core.engine().stats()
         }
@@ -518,10 +562,20 @@ impl ExpertCache {
         self.layouts[0].format
     }
 
-    /// From now on `observer` sees the routing of every layer step, before it runs; `None` ends that. Without one a step
-    /// pays for one uncontended lock.
+    /// From now on `observer` sees the routing of every layer step, before it runs; `None` ends that. While there is one
+    /// the host drives every step, because only there is the routing seen. Without one a step pays for one uncontended
+    /// lock.
     pub fn observe(&self, observer: Option<Box<dyn RoutingObserver>>) {
         *self.core.observer.lock().unwrap_or_else(PoisonError::into_inner) = observer;
+    }
+
+    /// Waits for the device-driven steps so far, and reports what was wrong with their routing. Without such steps it
+    /// does nothing.
+    ///
+    /// # Errors
+    /// As [`CacheLayer::forward`].
+    pub fn flush(&self) -> Result<()> {
+        self.core.engine().report_fault(true)
     }
 
     shared_methods!();
@@ -538,7 +592,7 @@ impl CacheBuilder<ExpertStore> {
         let layers = 0..source.directory().layers().len();
         let experts: Vec<_> = layers.map(|o| (*self.store.spec(o), *self.store.layout(o))).collect();
         self.cuda = self.cuda.with_experts(experts);
-        let (core, store) = self.core(source)?;
+        let (core, store) = self.core(source, true)?;
         let ordinals = 0..core.directory.layers().len();
         let specs = ordinals.clone().map(|o| *store.spec(o)).collect();
         let layouts = ordinals.map(|o| *store.layout(o)).collect();
@@ -563,6 +617,10 @@ impl CacheLayer<'_> {
     /// [`Error::BadArgument`] for shapes, types or devices that do not fit, [`Error::UnknownExpert`] for ids out of
     /// range, [`Error::BadRoutingWeight`] for weights that are no numbers; none of these disturbs the cache.
     /// [`Error::FillFailed`] when a record cannot be brought; the cache then stays stopped.
+    ///
+    /// A step that the device drives (see [`DriverKind`]) returns at once, and its ids and weights are looked at there:
+    /// what is wrong with them is reported by a later call or by [`ExpertCache::flush`], and from the step concerned to
+    /// that report every result is NaN.
     pub fn forward(&self, x: &Tensor, ids: &Tensor, weights: &Tensor) -> Result<Tensor> {
         let core = &self.cache.core;
         let ordinal = core.ordinal(self.layer)?;
@@ -590,6 +648,21 @@ impl CacheLayer<'_> {
         if tokens == 0 {
             return Ok(x.clone());
         }
+        let mut engine = core.engine();
+        if !core.is_observed() && engine.device_serves(tokens, top_k) {
+            let on_device = |t: &Tensor, dtype| t.to_device(&core.device)?.to_dtype(dtype)?.contiguous();
+            let (ids, weights) = (on_device(ids, DType::U32)?, on_device(weights, DType::F32)?);
+            let layout = &self.cache.layouts[ordinal];
+            return engine.device_step(DeviceStep {
+                layer: ordinal,
+                spec,
+                layout,
+                x,
+                ids: &ids,
+                weights: &weights,
+            });
+        }
+        drop(engine);
         let choices = ids.to_dtype(DType::U32)?.flatten_all()?.to_vec1::<u32>()?;
         let weights = weights.to_dtype(DType::F32)?.flatten_all()?.to_vec1::<f32>()?;
         if let Some(at) = weights.iter().position(|w| !w.is_finite()) {
@@ -647,7 +720,7 @@ impl CacheBuilder<Arc<dyn RecordSource>> {
     /// As [`CacheBuilder::<ExpertStore>::build`].
     pub fn build(self) -> Result<RecordCache> {
         let source = self.store.clone();
-        Ok(RecordCache { core: self.core(source)?.0 })
+        Ok(RecordCache { core: self.core(source, false)?.0 })
     }
 }
 

@@ -65,6 +65,7 @@ pub mod store;
 mod sys;
 pub mod trace;
 
+pub use backend::DriverKind;
 pub use backend::cuda::{CudaOptions, ResidentFormat, cuda_device, cuda_device_count, cuda_memory};
 pub use cache::{CacheBuilder, CacheLayer, CacheOptions, Capacity, ExpertCache, RecordCache, Scope};
 pub use error::{Error, Result};

@@ -5,6 +5,7 @@
 //! record moves its slot into the partition, and the slot it displaces into staging.
 
 use crate::backend::SlotId;
+use crate::error::{Error, Result};
 use crate::policy::EvictionPolicy;
 use crate::store::RecordIndex;
 
@@ -84,6 +85,13 @@ impl PoolShape {
     pub fn slots(&self) -> usize {
         self.partitions.iter().sum()
     }
+}
+
+/// What is in the slots of each partition, least recently used first: what one owner of the slots hands to the next.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct Residency {
+    /// Records and their slots, by partition.
+    pub partitions: Vec<Vec<(RecordIndex, SlotId)>>,
 }
 
 /// Maps records to slots.
@@ -230,9 +238,90 @@ impl Pool {
         }
     }
 
+    /// Accesses the records of one step of layer ordinal `layer`, each once, in order, and returns who missed with the
+    /// slot that it was given: what a device-driven step does (see [`DeviceDriver`](crate::backend::DeviceDriver)). A
+    /// miss counts as arrived; with every record of the partition in the set, it gets no slot.
+    pub fn access(&mut self, layer: usize, set: &[RecordIndex]) -> Vec<(RecordIndex, Option<SlotId>)> {
+        self.pin(set.iter().copied());
+        let mut missed = Vec::new();
+        for &record in set {
+            if self.locate(record).is_some() {
+                self.hit(layer, record);
+                continue;
+            }
+            let slot = self.place(layer, record);
+            if let Some(slot) = slot {
+                self.arrived(slot);
+            }
+            missed.push((record, slot));
+        }
+        self.unpin(set.iter().copied());
+        missed
+    }
+
     /// Records of a partition, next victim first.
     pub fn eviction_order(&self, partition: usize) -> Vec<RecordIndex> {
         self.partitions[partition].policy.eviction_order()
+    }
+
+    /// What is cached, staged records left out. The order is the policy's eviction order, which under LRU is that of
+    /// last use.
+    pub fn residency(&self) -> Residency {
+        let slot_of = |r: RecordIndex| self.slot_of[r.0 as usize].map(|slot| (r, slot));
+        let of = |p: &Partition| p.policy.eviction_order().into_iter().filter_map(slot_of).collect();
+        Residency { partitions: self.partitions.iter().map(of).collect() }
+    }
+
+    /// Forgets what is cached and knows instead that `residency` is, all of it arrived. Staging slots stay as they are.
+    ///
+    /// # Errors
+    /// [`Error::BadArgument`] when it is not what the slots of this pool can hold; then nothing has changed.
+    pub fn restore(&mut self, residency: &Residency) -> Result<()> {
+        let bad = |reason: String| Err(Error::BadArgument { what: "residency", reason });
+        if residency.partitions.len() != self.partitions.len() {
+            let (have, want) = (residency.partitions.len(), self.partitions.len());
+            return bad(format!("of {have} partitions, the pool has {want}"));
+        }
+        let (mut used, mut seen) = (vec![false; self.slots.len()], vec![false; self.slot_of.len()]);
+        for (p, records) in residency.partitions.iter().enumerate() {
+            for &(record, slot) in records {
+                let home = self.slots.get(slot.0 as usize).map(|s| s.home);
+                let staged = self.staged.contains(&record);
+                let Some(seen) = seen.get_mut(record.0 as usize).filter(|_| !staged) else {
+                    return bad(format!("{record:?} is staged, or not of this store"));
+                };
+                if home != Some(Home::Partition(p)) || std::mem::replace(&mut used[slot.0 as usize], true) {
+                    return bad(format!("{slot:?} is not of partition {p}, or named twice"));
+                }
+                if std::mem::replace(seen, true) {
+                    return bad(format!("{record:?} is named twice"));
+                }
+            }
+        }
+        for partition in &mut self.partitions {
+            for record in partition.policy.eviction_order() {
+                partition.policy.remove(record);
+                self.slot_of[record.0 as usize] = None;
+            }
+            partition.free.clear();
+        }
+        // Backwards, so that free slots are taken in ascending order.
+        for (i, slot) in self.slots.iter_mut().enumerate().rev() {
+            if let Home::Partition(p) = slot.home {
+                slot.state = SlotState::Free;
+                if !used[i] {
+                    self.partitions[p].free.push(SlotId(i as u32));
+                }
+            }
+        }
+        for (p, records) in residency.partitions.iter().enumerate() {
+            for &(record, slot) in records {
+                self.slots[slot.0 as usize].state = SlotState::Resident(record);
+                self.slot_of[record.0 as usize] = Some(slot);
+                self.partitions[p].policy.insert(record);
+            }
+        }
+        Ok(())
     }
 
     /// Takes a slot out of the layer's partition.
@@ -339,7 +428,68 @@ mod tests {
         assert_eq!(p.inconsistency(), None);
     }
 
+    #[test]
+    fn a_residency_that_does_not_fit_is_refused_and_changes_nothing() {
+        let mut p = pool(PoolShape::by_layer(4, &[4, 4], 1), 8);
+        p.place(0, r(0));
+        p.place(1, r(5));
+        p.stage(r(2));
+        let before = p.residency();
+        for bad in [
+            vec![vec![]],
+            vec![vec![(r(0), SlotId(2))], vec![]],
+            vec![vec![(r(0), SlotId(4))], vec![]],
+            vec![vec![(r(0), SlotId(9))], vec![]],
+            vec![vec![(r(9), SlotId(0))], vec![]],
+            vec![vec![(r(2), SlotId(0))], vec![]],
+            vec![vec![(r(0), SlotId(0)), (r(1), SlotId(0))], vec![]],
+            vec![vec![(r(0), SlotId(0)), (r(0), SlotId(1))], vec![]],
+        ] {
+            let error = p.restore(&Residency { partitions: bad.clone() }).unwrap_err().to_string();
+            assert!(error.starts_with("residency"), "{bad:?}: {error}");
+            assert_eq!((p.residency(), p.inconsistency()), (before.clone(), None), "{bad:?}");
+        }
+    }
+
     proptest! {
+        /// A pool that takes over what another held goes on exactly as that one would have.
+        #[test]
+        fn residency_and_order_survive_a_hand_over(
+            global in any::<bool>(),
+            slots in 3usize..13,
+            steps in prop::collection::vec((0usize..3, prop::collection::vec(0u32..6, 1..7)), 1..60),
+            at in 0usize..60,
+        ) {
+            let shape = match global {
+                true => PoolShape::global(slots, 3, 0),
+                false => PoolShape::by_layer(slots, &[6, 6, 6], 0),
+            };
+            let mut kept = pool(shape.clone(), 18);
+            let mut handed = pool(shape.clone(), 18);
+            for (step, (layer, set)) in steps.into_iter().enumerate() {
+                let mut members: Vec<RecordIndex> = Vec::new();
+                for e in set {
+                    let record = r(layer as u32 * 6 + e);
+                    if !members.contains(&record) {
+                        members.push(record);
+                    }
+                }
+                if step == at {
+                    let mut fresh = pool(shape.clone(), 18);
+                    // What it knew before must not matter.
+                    fresh.place(0, r(1));
+                    fresh.place(2, r(17));
+                    fresh.restore(&handed.residency()).unwrap();
+                    handed = fresh;
+                }
+                for p in [&mut kept, &mut handed] {
+                    p.access(layer, &members);
+                    prop_assert_eq!(p.inconsistency(), None);
+                }
+                prop_assert_eq!(kept.residency(), handed.residency());
+            }
+        }
+
         #[test]
         fn stays_consistent_under_any_steps(
             global in any::<bool>(),

@@ -9,6 +9,8 @@
 //! A set that does not fit its slots is served in waves: a member may leave once its work is enqueued, so that every
 //! record still moves at most once per step.
 
+mod device;
+
 use std::collections::VecDeque;
 use std::sync::Arc;
 
@@ -146,6 +148,7 @@ pub(crate) struct Engine {
     prefetch: Option<PrefetchEngine>,
     stats: CacheStats,
     rules: Rules,
+    drive: device::Drive,
     /// Text of the first error: from then on nothing in the slots is trusted.
     failed: Option<String>,
     /// The slot that the next sampled check begins with.
@@ -182,6 +185,7 @@ impl Engine {
             prefetch,
             stats: CacheStats::default(),
             rules,
+            drive: device::Drive::default(),
             failed: None,
             next_check: 0,
         };
@@ -190,10 +194,14 @@ impl Engine {
     }
 
     pub(crate) fn with_backend<R>(&mut self, f: impl FnOnce(&mut dyn Backend, &Pool) -> R) -> R {
+        if let Err(e) = self.host_owns() {
+            // Not for the caller, and not lost.
+            self.failed.get_or_insert(e.to_string());
+        }
         f(&mut *self.backend, &self.pool)
     }
 
-    pub(crate) fn stats(&self) -> CacheStats {
+    pub(crate) fn stats(&mut self) -> CacheStats {
         let mut stats = self.stats.clone();
         if let Some(gate) = self.prefetch.as_ref().and_then(|p| p.gate.as_ref()) {
             for (ordinal, layer) in stats.layers.iter_mut().enumerate() {
@@ -202,6 +210,7 @@ impl Engine {
             }
             stats.prefetch_judged = true;
         }
+        self.add_device_counts(&mut stats);
         let (now, then) = (self.backend.transfer_time(), stats.time);
         stats.time.demand = now.demand.saturating_sub(then.demand);
         stats.time.prefetch = now.prefetch.saturating_sub(then.prefetch);
@@ -210,6 +219,7 @@ impl Engine {
     }
 
     pub(crate) fn reset_stats(&mut self) {
+        self.reset_device_counts();
         let layers =
             self.directory.layers().iter().map(|e| LayerStats { layer: e.layer, ..Default::default() });
         self.stats = CacheStats {
@@ -226,14 +236,8 @@ impl Engine {
 
     /// Runs one layer's step and returns the work's result.
     pub(crate) fn step(&mut self, step: Step<'_>) -> Result<Tensor> {
-        if let Some(first) = &self.failed {
-            return Err(Error::Stopped { first: first.clone() });
-        }
-        let result = self.try_step(step);
-        if let Err(e) = &result {
-            self.failed = Some(e.to_string());
-        }
-        result
+        self.host_owns()?;
+        self.guarded(|this| this.try_step(step))
     }
 
     fn try_step(&mut self, step: Step<'_>) -> Result<Tensor> {
@@ -482,6 +486,7 @@ impl Engine {
     /// # Errors
     /// [`Error::SlotDiffers`] for the first that differs.
     pub(crate) fn check_slots(&mut self, read: &Read<'_>) -> Result<usize> {
+        self.host_owns()?;
         let all = self.resident();
         self.compare(&all, read)
     }
@@ -494,6 +499,7 @@ impl Engine {
         if let Some(first) = &self.failed {
             return Err(Error::Stopped { first: first.clone() });
         }
+        self.host_owns()?;
         let resident = self.resident();
         let from = resident.partition_point(|(slot, _)| slot.0 < self.next_check);
         let sample: Vec<_> = resident[from..].iter().chain(&resident[..from]).take(most).copied().collect();

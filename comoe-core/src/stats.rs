@@ -43,6 +43,8 @@ pub struct CacheStats {
     pub layers: Vec<LayerStats>,
     /// Layer steps.
     pub steps: u64,
+    /// Of them, those that the device drove. The times below know nothing of them.
+    pub device_steps: u64,
     /// Layer steps with at least one record to move.
     pub steps_with_transfer: u64,
     /// Demand batches. Equal to `steps_with_transfer` unless a set did not fit the slots.
@@ -179,12 +181,13 @@ impl fmt::Display for CacheStats {
         writeln!(f, "layers   {} (% hits)", by_layer.join("  "))?;
         writeln!(
             f,
-            "moved    {} experts, {} in {} transfers over {} layer steps ({} with a transfer)",
+            "moved    {} experts, {} in {} transfers over {} layer steps ({} with a transfer, {} driven by the device)",
             self.records_moved,
             human_bytes(self.bytes_moved),
             self.transfers,
             self.steps,
-            self.steps_with_transfer
+            self.steps_with_transfer,
+            self.device_steps
         )?;
         writeln!(
             f,

@@ -6,12 +6,18 @@
 
 pub mod cpu;
 pub mod cuda;
+mod device;
 pub mod sim;
 
 use std::borrow::Cow;
 use std::time::Duration;
 
 use candle_core::{DType, Tensor};
+
+pub use device::{
+    DeviceCounters, DeviceDriver, DeviceStep, DriverKind, MOST_DEVICE_ASSIGNMENTS, MOST_DEVICE_SLOTS,
+    MOST_DEVICE_TOKENS, RoutingFault,
+};
 
 use crate::error::Result;
 use crate::expert::{ExpertLayout, ExpertSpec};
@@ -178,4 +184,10 @@ pub trait Backend: Send {
 
     /// Time spent so far.
     fn transfer_time(&self) -> TransferTime;
+
+    /// The driver of steps whose schedule runs on the device itself, once slots are allocated; or why there is none,
+    /// as a clause that starts with a small letter.
+    fn device_driver(&mut self) -> std::result::Result<&mut dyn DeviceDriver, String> {
+        Err(format!("{} has no driver of its own", self.info().device))
+    }
 }

@@ -5,13 +5,15 @@
 //! in every run. And what is enqueued executes only when it must, in an order drawn from a seed, on real bytes, so
 //! that a missing wait also changes the output for some seed when the check is switched off.
 
+mod device;
+
 use std::collections::{HashMap, VecDeque};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use candle_core::Tensor;
 
 use super::cpu::Step;
-use super::{Backend, BackendInfo, Fill, Queue, SlotId, Ticket, TransferTime, Work, WorkItem};
+use super::{Backend, BackendInfo, DeviceDriver, Fill, Queue, SlotId, Ticket, TransferTime, Work, WorkItem};
 use crate::error::{Error, Result};
 use crate::store::{RecordIndex, RecordSource};
 
@@ -83,6 +85,7 @@ pub struct SimBackend {
     ticket_clocks: HashMap<(usize, u64), Clock>,
     slots: Vec<SlotAccess>,
     step: Step,
+    tables: device::Tables,
     failure: Option<Error>,
 }
 
@@ -104,6 +107,7 @@ impl SimBackend {
             ticket_clocks: HashMap::new(),
             slots: Vec::new(),
             step: Step::default(),
+            tables: device::Tables::default(),
             failure: None,
         }
     }
@@ -311,5 +315,9 @@ impl Backend for SimBackend {
 
     fn transfer_time(&self) -> TransferTime {
         TransferTime::default()
+    }
+
+    fn device_driver(&mut self) -> std::result::Result<&mut dyn DeviceDriver, String> {
+        Ok(self)
     }
 }

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 
 use candle_core::{DType, Device, Tensor};
-use comoe_core::backend::Backend;
+use comoe_core::backend::{Backend, DriverKind};
 use comoe_core::format::record::{ExpertBiases, ExpertWeights, Weights, pack_expert, unpack_expert};
 use comoe_core::store::{Directory, RecordIndex, RecordSource};
 use comoe_core::{
@@ -13,8 +13,12 @@ use comoe_core::{
     ExpertStore, PolicyKind, Prefetch, PrefetchTrigger, RecordCache, Result, Scope, WeightOn,
 };
 
-/// Makes the backend under test.
-pub(crate) type Make<'a> = &'a dyn Fn(Arc<dyn RecordSource>) -> Box<dyn Backend>;
+/// Makes the backend under test, which is driven so.
+#[derive(Clone, Copy)]
+pub(crate) struct Make<'a> {
+    pub(crate) driver: DriverKind,
+    pub(crate) backend: &'a dyn Fn(Arc<dyn RecordSource>) -> Box<dyn Backend>,
+}
 
 /// SplitMix64.
 pub(crate) struct Noise(pub(crate) u64);
@@ -204,8 +208,10 @@ fn run(cache: &ExpertCache, call: &Call) -> Vec<f32> {
 
 fn cache(experts: &Arc<Experts>, device: &Device, make: Make<'_>, options: CacheOptions) -> ExpertCache {
     ExpertCache::builder(experts.store(), device)
-        .backend(make(experts.clone()))
-        .options(options)
+        .backend((make.backend)(experts.clone()))
+        // What a device can drive, unless a test asks for another.
+        .options(CacheOptions { policy: options.policy.in_force(true), ..options })
+        .driver(make.driver)
         .build()
         .unwrap()
 }
@@ -225,6 +231,7 @@ pub(crate) fn all(device: &Device, make: Make<'_>) {
     agrees_with_the_f64_reference(device, make);
     output_never_depends_on_the_pool(device, make);
     all_that_a_step_misses_moves_in_one_transfer(device, make);
+    what_one_driver_brought_the_other_finds(device, make);
     gathers_what_was_asked_for(device, make);
     slots_hold_copies(device, make);
     a_failing_source_names_the_expert(device, make);
@@ -312,10 +319,43 @@ pub(crate) fn all_that_a_step_misses_moves_in_one_transfer(device: &Device, make
     assert!(several > 0 && with_a_miss < stats.steps, "{with_a_miss} of {} steps, {several}", stats.steps);
 }
 
+/// Steps of many tokens are the host's, steps of few perhaps the device's: the slots are the same.
+pub(crate) fn what_one_driver_brought_the_other_finds(device: &Device, make: Make<'_>) {
+    let experts = Experts::random(ExpertSpec::swiglu(64, 48), ExpertFormat::INT8, 3, 8, 13);
+    let resident = cache(&experts, device, make, CacheOptions::default());
+    for slots in [9, 16, 24] {
+        let options = CacheOptions { capacity: Capacity::Slots(slots), top_k: 3, ..CacheOptions::default() };
+        let few = cache(&experts, device, make, options);
+        for call in calls(&experts, device, DType::F32, 40, 1, slots as u64) {
+            let repeat = |t: &Tensor| t.repeat((40, 1)).unwrap();
+            let many = Call {
+                x: repeat(&call.x),
+                ids: repeat(&call.ids),
+                weights: repeat(&call.weights),
+                raw: Default::default(),
+                layer: call.layer,
+            };
+            let want = [run(&resident, &call), run(&resident, &many)];
+            assert_eq!(run(&few, &call), want[0]);
+            let before = few.stats();
+            assert_eq!(run(&few, &many), want[1]);
+            assert_eq!(run(&few, &call), want[0]);
+            let after = few.stats();
+            assert_eq!((after.misses(), after.bytes_moved), (before.misses(), before.bytes_moved));
+            assert_eq!(after.steps, before.steps + 2);
+        }
+        few.check().unwrap();
+        let stats = few.stats();
+        let driven = few.backend_info().notes.iter().any(|n| n.contains("driven by the device"));
+        assert_eq!(stats.device_steps, if driven { 80 } else { 0 });
+        assert!(!driven || make.driver != DriverKind::Host);
+    }
+}
+
 pub(crate) fn gathers_what_was_asked_for(device: &Device, make: Make<'_>) {
     let experts = Experts::random(ExpertSpec::swiglu(16, 16), ExpertFormat::Bf16, 2, 9, 1);
     let cache = RecordCache::builder(experts.clone() as Arc<dyn RecordSource>, device)
-        .backend(make(experts.clone()))
+        .backend((make.backend)(experts.clone()))
         .capacity(Capacity::Slots(5))
         .build()
         .unwrap();
@@ -390,15 +430,18 @@ pub(crate) fn bad_arguments_leave_the_cache_usable(device: &Device, make: Make<'
     let x = ones((2, 32), DType::F32);
     let (ids, w) = (ones((2, 1), DType::U32), ones((2, 1), DType::F32));
     let said = |r: Result<Tensor>| r.unwrap_err().to_string();
+    // A device that drives a step looks at its routing after `forward` has returned.
+    let flushed = |r: Result<Tensor>| r.and_then(|y| cache.flush().map(|()| y));
     assert!(said(layer.forward(&ones((2, 31), DType::F32), &ids, &w)).contains("[n, 32]"));
     assert!(said(layer.forward(&ones((3, 32), DType::F32), &ids, &w)).contains("[3, 32]"));
     assert!(said(layer.forward(&x, &ids, &ones((2, 2), DType::F32))).contains("like ids"));
     assert!(said(layer.forward(&ones((2, 32), DType::U32), &ids, &w)).contains("F32, F16 or BF16"));
     let wide = (ids.clone() * 9.0).unwrap();
-    assert!(said(layer.forward(&x, &wide, &w)).contains("layer 0 expert 9"));
+    assert!(said(flushed(layer.forward(&x, &wide, &w))).contains("layer 0 expert 9"));
     assert!(said(cache.layer(3).forward(&x, &ids, &w)).contains("layer 3 has 0 experts"));
     let nan = (w.clone() * f64::NAN).unwrap();
-    assert!(matches!(layer.forward(&x, &ids, &nan), Err(Error::BadRoutingWeight { token: 0, .. })));
+    let nan = flushed(layer.forward(&x, &ids, &nan));
+    assert!(matches!(nan, Err(Error::BadRoutingWeight { token: 0, .. })));
     let none = layer.forward(
         &x.narrow(0, 0, 0).unwrap(),
         &ids.narrow(0, 0, 0).unwrap(),

@@ -7,7 +7,7 @@ use std::time::Instant;
 use candle_core::{DType, Device, Tensor};
 use comoe_core::backend::cuda::measure::gpu_report;
 use comoe_core::backend::cuda::{CudaBackend, Faults, ResidentFormat};
-use comoe_core::backend::{Backend, Fill, Queue, SlotId};
+use comoe_core::backend::{Backend, DriverKind, Fill, Queue, SlotId};
 use comoe_core::store::{Directory, RecordIndex, RecordSource};
 use comoe_core::{
     CacheOptions, Capacity, CudaOptions, Error, ExpertCache, ExpertFormat, ExpertLayout, ExpertSpec,
@@ -15,28 +15,35 @@ use comoe_core::{
 };
 use cudarc::driver::{result, sys};
 
-use crate::conformance::{self, Experts, Noise};
+use crate::conformance::{self, Experts, Make, Noise};
 
-fn backend(device: &Device, source: Arc<dyn RecordSource>, options: &CudaOptions) -> Box<dyn Backend> {
+pub(crate) fn backend(
+    device: &Device,
+    source: Arc<dyn RecordSource>,
+    options: &CudaOptions,
+) -> Box<dyn Backend> {
     let cuda = device.as_cuda_device().expect("a CUDA device");
     Box::new(CudaBackend::new(cuda, source, options.clone()).expect("a backend"))
 }
 
-fn options(change: impl FnOnce(&mut CudaOptions)) -> CudaOptions {
+pub(crate) fn options(change: impl FnOnce(&mut CudaOptions)) -> CudaOptions {
     let mut options = CudaOptions::default();
     change(&mut options);
     options
 }
 
-fn with_faults(faults: Faults) -> CudaOptions {
+pub(crate) fn with_faults(faults: Faults) -> CudaOptions {
     options(|o| o.faults = faults)
 }
 
 fn conforms(device: &Device, options: CudaOptions) {
-    conformance::all(device, &|source| backend(device, source, &options));
+    let backend = |source| backend(device, source, &options);
+    for driver in [DriverKind::Host, DriverKind::Auto] {
+        conformance::all(device, Make { driver, backend: &backend });
+    }
 }
 
-fn device() -> Device {
+pub(crate) fn device() -> Device {
     cuda_device(0).expect("a GPU")
 }
 
@@ -74,7 +81,7 @@ fn conforms_on_a_plain_device() {
     conforms(&Device::new_cuda_with_stream(0).expect("a GPU"), CudaOptions::default());
 }
 
-fn cache(
+pub(crate) fn cache(
     experts: &Arc<Experts>,
     device: &Device,
     cache: CacheOptions,
@@ -89,25 +96,25 @@ fn cache(
         .expect("a cache")
 }
 
-struct Call {
-    layer: usize,
-    x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
+pub(crate) struct Call {
+    pub(crate) layer: usize,
+    pub(crate) x: Tensor,
+    pub(crate) ids: Tensor,
+    pub(crate) weights: Tensor,
 }
 
 /// Random calls of a model of `layers` layers of `experts` experts, each with `top_k` different ones a token.
-struct Model<'a> {
-    device: &'a Device,
-    hidden: usize,
-    layers: usize,
-    experts: usize,
-    top_k: usize,
+pub(crate) struct Model<'a> {
+    pub(crate) device: &'a Device,
+    pub(crate) hidden: usize,
+    pub(crate) layers: usize,
+    pub(crate) experts: usize,
+    pub(crate) top_k: usize,
 }
 
 impl Model<'_> {
     /// Call number `step`: the layers take turns.
-    fn call(&self, step: usize, tokens: usize, dtype: DType, noise: &mut Noise) -> Call {
+    pub(crate) fn call(&self, step: usize, tokens: usize, dtype: DType, noise: &mut Noise) -> Call {
         let &Self { device, hidden, layers, experts, top_k } = self;
         let x = Tensor::from_vec(noise.floats(tokens * hidden, 1.0), (tokens, hidden), device).expect("x");
         let mut ids = Vec::new();
@@ -123,18 +130,27 @@ impl Model<'_> {
             weights: Tensor::from_vec(weights, (tokens, top_k), device).expect("weights"),
         }
     }
+
+    /// The first token of `call`, `tokens` times.
+    pub(crate) fn wide(&self, call: &Call, tokens: usize) -> Call {
+        let wide = |t: &Tensor| {
+            let first = t.narrow(0, 0, 1).and_then(|t| t.repeat((tokens, 1)));
+            first.and_then(|t| t.contiguous()).expect("repeated rows")
+        };
+        Call { layer: call.layer, x: wide(&call.x), ids: wide(&call.ids), weights: wide(&call.weights) }
+    }
 }
 
-fn forward(cache: &ExpertCache, call: &Call) -> Result<Vec<f32>> {
+pub(crate) fn forward(cache: &ExpertCache, call: &Call) -> Result<Vec<f32>> {
     let y = cache.layer(call.layer).forward(&call.x, &call.ids, &call.weights)?;
     Ok(y.to_dtype(DType::F32)?.flatten_all()?.to_vec1()?)
 }
 
-fn same(a: &[f32], b: &[f32]) -> bool {
+pub(crate) fn same(a: &[f32], b: &[f32]) -> bool {
     a.len() == b.len() && a.iter().zip(b).all(|(a, b)| a.to_bits() == b.to_bits())
 }
 
-fn few_slots(slots: usize, prefetch: Prefetch) -> CacheOptions {
+pub(crate) fn few_slots(slots: usize, prefetch: Prefetch) -> CacheOptions {
     CacheOptions { capacity: Capacity::Slots(slots), prefetch, top_k: 2, ..CacheOptions::default() }
 }
 
@@ -335,7 +351,8 @@ fn a_transfer_that_breaks_half_way_stops_the_cache_with_the_experts_name() {
             o.faults.fail_half_way = Some(RecordIndex(5));
             o.page_lock_limit = limit;
         });
-        let cache = cache(&experts, &device, CacheOptions::default(), &cuda, Rules::default());
+        let host = CacheOptions { driver: DriverKind::Host, ..CacheOptions::default() };
+        let cache = cache(&experts, &device, host, &cuda, Rules::default());
         let ask = |expert: u32| {
             let x = Tensor::ones((1, 64), DType::F32, &device)?;
             let ids = Tensor::from_vec(vec![expert], (1, 1), &device)?;
@@ -440,7 +457,7 @@ fn prints_the_bandwidth_of_batches() {
 }
 
 /// GPU memory in use: the whole device's, and candle's pool's.
-fn memory(device: &Device) -> (usize, u64) {
+pub(crate) fn memory(device: &Device) -> (usize, u64) {
     let stream = device.as_cuda_device().expect("cuda").cuda_stream();
     let ctx = stream.context();
     stream.synchronize().expect("idle");

@@ -8,6 +8,8 @@ mod backend;
 mod case;
 #[path = "../conformance/mod.rs"]
 mod conformance;
+mod device;
+mod device_timing;
 mod kernels;
 mod one_token;
 mod timing;

@@ -11,6 +11,7 @@ use super::batch;
 use super::compute::{Compute, address_of};
 use super::context::{Doing, Gpu};
 use super::copies::{Copies, Slots};
+use super::device::Tables;
 use super::kernels::{
     CombineArgs, DequantArgs, DeviceItem, DownArgs, GateUpArgs, GatherArgs, Items, Kernels,
 };
@@ -19,7 +20,9 @@ use super::slab::Slab;
 use super::timeline::Timelines;
 use super::upload::{UploadRing, bytes_of};
 use super::workspace::{DENSE_BYTES, MOST_GEMV_TOKENS};
-use crate::backend::{Backend, BackendInfo, Fill, Queue, SlotId, Ticket, TransferTime, Work, WorkItem};
+use crate::backend::{
+    Backend, BackendInfo, DeviceDriver, Fill, Queue, SlotId, Ticket, TransferTime, Work, WorkItem,
+};
 use crate::error::{Error, Result};
 use crate::expert::{ExpertLayout, ExpertSpec, WeightOn};
 use crate::format::ExpertFormat;
@@ -34,20 +37,22 @@ pub struct CudaBackend {
     // In order of dropping: first who enqueues, then what is used, then the memory.
     copies: Option<Copies>,
     step: Option<Step>,
-    kernels: Arc<Kernels>,
+    pub(super) kernels: Arc<Kernels>,
     upload: UploadRing,
     hidden: Workspace,
     partial: Workspace,
     dense: Workspace,
-    compute: Compute,
+    /// Of the driver on the GPU, once it has been used.
+    pub(super) tables: Option<Tables>,
+    pub(super) compute: Compute,
     timelines: Arc<Timelines>,
-    arena: Arc<Arena>,
-    slab: Option<Slab>,
-    source: Arc<dyn RecordSource>,
-    options: CudaOptions,
+    pub(super) arena: Arc<Arena>,
+    pub(super) slab: Option<Slab>,
+    pub(super) source: Arc<dyn RecordSource>,
+    pub(super) options: CudaOptions,
     /// Occasions for an injected delay on the compute queue.
-    runs: u64,
-    gpu: Gpu,
+    pub(super) runs: u64,
+    pub(super) gpu: Gpu,
 }
 
 /// The work between `begin` and `finish`.
@@ -72,24 +77,28 @@ struct Ffn {
 }
 
 /// Memory that grows to the largest step so far and stays.
-struct Workspace {
+pub(super) struct Workspace {
     what: &'static str,
     slab: Slab,
 }
 
 impl Workspace {
-    fn new(gpu: &Gpu, what: &'static str) -> Result<Self> {
+    pub(super) fn new(gpu: &Gpu, what: &'static str) -> Result<Self> {
         Ok(Self { what, slab: Slab::new(gpu, what, 0)? })
     }
 
     /// At least `bytes`, at an address that holds until a larger step. Growing waits for the GPU.
-    fn reserve(&mut self, gpu: &Gpu, bytes: usize) -> Result<u64> {
+    pub(super) fn reserve(&mut self, gpu: &Gpu, bytes: usize) -> Result<u64> {
         if bytes > self.slab.bytes() {
             // Freed first, so that both are never there at once; dropping waits for the GPU.
             self.slab = Slab::new(gpu, self.what, 0)?;
             self.slab = Slab::new(gpu, self.what, bytes.next_multiple_of(1 << 16))?;
         }
         Ok(self.slab.address())
+    }
+
+    pub(super) fn bytes(&self) -> usize {
+        self.slab.bytes()
     }
 }
 
@@ -116,6 +125,7 @@ impl CudaBackend {
             hidden: Workspace::new(&gpu, "the experts' hidden activations")?,
             partial: Workspace::new(&gpu, "the experts' outputs")?,
             dense: Workspace::new(&gpu, "dequantised experts")?,
+            tables: None,
             compute: Compute::new(&gpu)?,
             timelines: Arc::new(Timelines::new(&gpu)?),
             arena,
@@ -133,7 +143,7 @@ impl CudaBackend {
             .ok_or(Error::BadArgument { what: "backend", reason: "allocate comes first".to_owned() })
     }
 
-    fn slots(&self) -> Result<Slots> {
+    pub(super) fn slots(&self) -> Result<Slots> {
         Ok(self.copies()?.slots())
     }
 
@@ -301,8 +311,9 @@ impl CudaBackend {
         };
         let down = DownArgs { items, h, partial: self.partial.slab.address() };
         let stream = self.compute.stream();
-        // SAFETY: x and y live in the step; items, assignments and weights were just uploaded on this stream; h and partial have a row per assignment, which `run_ffn` checked; records
-        // are in slots (or the workspace) that compute was made to wait for.
+        // SAFETY: x and y live in the step; items, assignments and weights were just uploaded on this stream; h and
+        // partial have a row per assignment, which `run_ffn` checked; records are in slots (or the workspace) that
+        // compute was made to wait for.
         unsafe {
             match ffn.dense {
                 true => {
@@ -512,6 +523,13 @@ impl Backend for CudaBackend {
             demand: of(Queue::Demand),
             prefetch: of(Queue::Prefetch),
             stalled: self.compute.waited(),
+        }
+    }
+
+    fn device_driver(&mut self) -> std::result::Result<&mut dyn DeviceDriver, String> {
+        match self.cannot_drive() {
+            Some(why) => Err(why),
+            None => Ok(self),
         }
     }
 }

@@ -105,6 +105,7 @@ pub struct Kernels {
     gemm_down: CudaFunction,
     combine: CudaFunction,
     gather: CudaFunction,
+    resolve: CudaFunction,
 }
 
 fn format_index(format: ExpertFormat) -> usize {
@@ -169,10 +170,15 @@ impl Kernels {
             gemm_down: function("gemm_down")?,
             combine: function("combine")?,
             gather: function("gather")?,
+            resolve: function("resolve")?,
         })
     }
 
-    fn launch_error(&self, what: &str, error: DriverError) -> Error {
+    pub(super) fn resolve_function(&self) -> &CudaFunction {
+        &self.resolve
+    }
+
+    pub(super) fn launch_error(&self, what: &str, error: DriverError) -> Error {
         Error::Device {
             asked: format!("cuda:{}", self.ordinal),
             reason: format!("launching the kernel {what} failed: {error}"),

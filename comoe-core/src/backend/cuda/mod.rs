@@ -2,7 +2,8 @@
 //!
 //! Reading order: `context` (devices), `slab` and `pinned` (memory), `arena` (records in page-locked memory),
 //! `timeline` (streams and tickets), `batch`, `expand`, `sender`, `bounce` and `copies` (the copy queues), `compute` and `upload` (the
-//! compute queue), `kernels`, and the backend that puts them together. A backend serves one GPU and nothing here is
+//! compute queue), `kernels`, and the backend that puts them together. `device` and `resolve` are the driver whose
+//! tables live on the GPU. A backend serves one GPU and nothing here is
 //! global, so several GPUs are several backends.
 
 #[cfg(feature = "cuda")]
@@ -20,6 +21,8 @@ mod context;
 #[cfg(feature = "cuda")]
 mod copies;
 #[cfg(feature = "cuda")]
+mod device;
+#[cfg(feature = "cuda")]
 mod expand;
 #[cfg(feature = "cuda")]
 pub mod kernels;
@@ -29,6 +32,8 @@ mod options;
 mod pinned;
 #[cfg(feature = "cuda")]
 mod probe;
+#[cfg(feature = "cuda")]
+mod resolve;
 #[cfg(feature = "cuda")]
 mod sender;
 #[cfg(feature = "cuda")]

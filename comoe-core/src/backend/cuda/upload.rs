@@ -80,6 +80,7 @@ impl UploadRing {
 pub(super) trait Plain: Copy {}
 impl Plain for f32 {}
 impl Plain for u32 {}
+impl Plain for u64 {}
 impl Plain for super::kernels::DeviceItem {}
 
 pub(super) fn bytes_of<T: Plain>(slice: &[T]) -> &[u8] {

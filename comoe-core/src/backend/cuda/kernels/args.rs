@@ -36,7 +36,8 @@ pub struct Items<'a> {
     pub len: usize,
     /// Device address of the list of assignments, u32 each.
     pub assignments: u64,
-    /// No item serves more assignments than this. It chooses the kernel, never the result.
+    /// About how many assignments an item serves at most: a GEMV chooses its kernel by it, never the result. A GEMM
+    /// serves no more than this.
     pub most: usize,
     /// Rows of x in the call that the launch is part of. One token has kernels of its own, whose sums are in another
     /// order: the bits of a result depend on this, and on nothing else that changes from step to step.

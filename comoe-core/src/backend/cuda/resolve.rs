@@ -1,0 +1,95 @@
+//! `kernels/resolve.cu`, launched: routing that is on the GPU becomes work items on the GPU.
+
+use std::sync::Arc;
+
+use cudarc::driver::{CudaStream, DeviceRepr, LaunchConfig, PushKernelArg};
+
+use super::kernels::Kernels;
+use crate::backend::{MOST_DEVICE_ASSIGNMENTS, MOST_DEVICE_SLOTS};
+use crate::error::{Error, Result};
+
+/// No slot, no record.
+pub(super) const NONE: u32 = u32::MAX;
+/// Bytes of a layer's counters: four u64.
+pub(super) const COUNTERS_BYTES: usize = 32;
+/// Bytes of the fault word: kind, layer, token, value, u32 each.
+pub(super) const FAULT_BYTES: usize = 16;
+pub(super) const FAULT_BAD_WEIGHT: u32 = 1;
+pub(super) const FAULT_UNKNOWN_EXPERT: u32 = 2;
+/// So few threads are not worth saving: they also search the slots.
+const LEAST_THREADS: usize = 128;
+
+/// Arguments of the kernel, mirrored by `struct Resolve` in kernels/resolve.cu, where fields are explained.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Resolve {
+    pub(super) ids: u64,
+    pub(super) weights: u64,
+    pub(super) slot_of: u64,
+    pub(super) address: u64,
+    pub(super) owner: u64,
+    pub(super) stamp: u64,
+    pub(super) clock: u64,
+    pub(super) counters: u64,
+    pub(super) fault: u64,
+    pub(super) host: u64,
+    pub(super) items: u64,
+    pub(super) list: u64,
+    pub(super) factors: u64,
+    pub(super) pool: u64,
+    pub(super) stride: u64,
+    pub(super) assignments: u32,
+    pub(super) top_k: u32,
+    pub(super) experts: u32,
+    pub(super) first_record: u32,
+    pub(super) first_slot: u32,
+    pub(super) slots: u32,
+    pub(super) layer: u32,
+    pub(super) weight_on_input: u32,
+}
+
+// SAFETY: plain integers without padding, mirrored field by field in kernels/resolve.cu.
+unsafe impl DeviceRepr for Resolve {}
+
+impl Kernels {
+    /// Enqueues one step's schedule; see kernels/resolve.cu.
+    ///
+    /// # Errors
+    /// [`Error::BadArgument`] for more assignments or slots than a block can have, [`Error::Device`] when the launch
+    /// fails.
+    ///
+    /// # Safety
+    /// Every address must be valid on the stream's GPU, for the sizes that the kernel's source states, until it is
+    /// done, and nobody else may write the tables meanwhile.
+    pub(super) unsafe fn resolve(&self, stream: &Arc<CudaStream>, args: &Resolve) -> Result<()> {
+        let (assignments, slots) = (args.assignments as usize, args.slots as usize);
+        if assignments > MOST_DEVICE_ASSIGNMENTS || slots > MOST_DEVICE_SLOTS || args.top_k == 0 {
+            let reason = format!(
+                "{assignments} assignments (top-{}) and {slots} slots: a device-driven step takes up to \
+                 {MOST_DEVICE_ASSIGNMENTS} and {MOST_DEVICE_SLOTS}",
+                args.top_k
+            );
+            return Err(Error::BadArgument { what: "step", reason });
+        }
+        let config = LaunchConfig {
+            grid_dim: (1, 1, 1),
+            block_dim: (assignments.next_multiple_of(32).max(LEAST_THREADS) as u32, 1, 1),
+            shared_mem_bytes: 0,
+        };
+        let mut launch = stream.launch_builder(self.resolve_function());
+        launch.arg(args);
+        // SAFETY: the type is that of kernels/resolve.cu; the addresses are the caller's promise.
+        unsafe { launch.launch(config) }.map_err(|error| self.launch_error("resolve", error))?;
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn arguments_are_as_long_as_on_the_device() {
+        assert_eq!(size_of::<Resolve>(), 152);
+    }
+}

@@ -1,0 +1,188 @@
+//! The device-driven driver: residency tables, stamps and counters live on the device, so that a step of few tokens
+//! needs no host round trip. Which slots records are in is known to one owner at a time, the host's
+//! [`Pool`](crate::pool::Pool) or the device.
+
+use candle_core::Tensor;
+
+use crate::error::{Error, Result};
+use crate::expert::{ExpertLayout, ExpertSpec};
+use crate::pool::{PoolShape, Residency};
+use crate::store::Directory;
+
+/// Most tokens of a device-driven step.
+pub const MOST_DEVICE_TOKENS: usize = 32;
+/// Most assignments (tokens x top-k) of a device-driven step.
+pub const MOST_DEVICE_ASSIGNMENTS: usize = 1024;
+/// Most slots that may compete for one layer's experts in a device-driven step.
+pub const MOST_DEVICE_SLOTS: usize = 1024;
+
+/// Who decides where records go, and when they move.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+#[non_exhaustive]
+pub enum DriverKind {
+    /// The device where it can, for steps of up to [`MOST_DEVICE_TOKENS`] tokens; the host otherwise.
+    #[default]
+    Auto,
+    /// The host: a step's ids come to it, and it starts the transfers.
+    Host,
+    /// As `Auto`, and a cache that the device cannot drive is refused.
+    Device,
+}
+
+impl std::fmt::Display for DriverKind {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Self::Auto => "auto",
+            Self::Host => "host",
+            Self::Device => "device",
+        })
+    }
+}
+
+impl std::str::FromStr for DriverKind {
+    type Err = Error;
+
+    fn from_str(s: &str) -> Result<Self> {
+        match s {
+            "auto" => Ok(Self::Auto),
+            "host" => Ok(Self::Host),
+            "device" => Ok(Self::Device),
+            _ => {
+                let reason = format!("{s:?} is unknown: use auto, host or device");
+                Err(Error::BadArgument { what: "driver", reason })
+            }
+        }
+    }
+}
+
+/// One layer's step, whose routing only the device has seen.
+#[derive(Clone, Copy)]
+pub struct DeviceStep<'a> {
+    /// Layer ordinal.
+    pub layer: usize,
+    /// What a record computes.
+    pub spec: &'a ExpertSpec,
+    /// Where its parts lie.
+    pub layout: &'a ExpertLayout,
+    /// `[n, hidden]`, F32, F16 or BF16, on the device.
+    pub x: &'a Tensor,
+    /// `[n, k]` experts, U32, contiguous, on the device.
+    pub ids: &'a Tensor,
+    /// `[n, k]`, F32, contiguous, on the device.
+    pub weights: &'a Tensor,
+}
+
+/// What device-driven steps of one layer have counted.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct DeviceCounters {
+    /// Layer steps.
+    pub steps: u64,
+    /// Layer steps with at least one miss.
+    pub steps_with_miss: u64,
+    /// Members of step sets.
+    pub accesses: u64,
+    /// Accesses whose record was in a slot.
+    pub hits: u64,
+}
+
+/// Routing that could not be followed. The step it came with, and every later one until it was reported, changed
+/// nothing and gave NaN.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum RoutingFault {
+    /// A weight that is no number.
+    BadWeight {
+        /// Layer ordinal.
+        layer: usize,
+        /// Row of the step.
+        token: usize,
+        /// The weight.
+        value: f32,
+    },
+    /// An id that the layer does not have.
+    UnknownExpert {
+        /// Layer ordinal.
+        layer: usize,
+        /// The id.
+        expert: usize,
+    },
+}
+
+impl RoutingFault {
+    pub(crate) fn error(self, directory: &Directory) -> Error {
+        match self {
+            Self::BadWeight { layer, token, value } => {
+                Error::BadRoutingWeight { layer: directory.layers()[layer].layer, token, value }
+            }
+            Self::UnknownExpert { layer, expert } => {
+                let entry = &directory.layers()[layer];
+                let id = crate::ExpertId { layer: entry.layer, expert };
+                Error::UnknownExpert { id, available: entry.experts }
+            }
+        }
+    }
+}
+
+/// Steps whose schedule runs on the device: least recently used, within the partitions of a [`PoolShape`] without
+/// staging. The set is accessed in order of first use; no member gives up its slot for another; a member that finds no
+/// slot is read without being stored.
+///
+/// The caller guarantees: `take_over` comes before any `step`, with every queue of the backend empty; between that and
+/// the last `step` nobody else fills slots.
+pub trait DeviceDriver {
+    /// Starts from what is in the slots: everything that has a slot is there.
+    ///
+    /// # Errors
+    /// [`Error::BadArgument`] for a shape with staging slots, or of more than [`MOST_DEVICE_SLOTS`] slots a partition.
+    fn take_over(&mut self, shape: &PoolShape, residency: &Residency) -> Result<()>;
+
+    /// Waits for the steps so far and says what is in the slots now.
+    ///
+    /// # Errors
+    /// What went wrong in any of them.
+    fn residency(&mut self) -> Result<Residency>;
+
+    /// Enqueues one layer's step and hands out `[n, hidden]`, dtype as x. Waits for nothing, and allocates nothing but
+    /// the result once a step of the same top-k and shape has been run.
+    ///
+    /// # Errors
+    /// [`Error::BadArgument`] for more than [`MOST_DEVICE_TOKENS`] tokens or [`MOST_DEVICE_ASSIGNMENTS`] assignments.
+    /// What is wrong with the routing is no error here: see [`Self::fault`].
+    fn step(&mut self, step: DeviceStep<'_>) -> Result<Tensor>;
+
+    /// The first routing fault since it was last asked for, if the device has come to it; then steps run again. With
+    /// `wait`, waits for the steps so far first.
+    ///
+    /// # Errors
+    /// When the device stopped working.
+    fn fault(&mut self, wait: bool) -> Result<Option<RoutingFault>>;
+
+    /// Waits for the steps so far, and returns their counters since the driver was made, by layer ordinal.
+    ///
+    /// # Errors
+    /// What went wrong in any of them.
+    fn counters(&mut self) -> Result<Vec<DeviceCounters>>;
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn drivers_are_known_by_name() {
+        for kind in [DriverKind::Auto, DriverKind::Host, DriverKind::Device] {
+            assert_eq!(kind.to_string().parse::<DriverKind>().unwrap(), kind);
+        }
+        let error = "gpu".parse::<DriverKind>().unwrap_err().to_string();
+        assert!(error.contains("auto, host or device"), "{error}");
+    }
+
+    #[test]
+    fn faults_name_the_models_layer_and_what_it_has() {
+        let directory = Directory::new([(3, 8, 64), (5, 4, 64)]).unwrap();
+        let say = |fault: RoutingFault| fault.error(&directory).to_string();
+        let text = say(RoutingFault::UnknownExpert { layer: 1, expert: 9 });
+        assert!(text.contains("layer 5 expert 9") && text.contains("has 4 experts"), "{text}");
+        let text = say(RoutingFault::BadWeight { layer: 0, token: 2, value: f32::NAN });
+        assert!(text.contains("layer 3") && text.contains("token 2 is NaN"), "{text}");
+    }
+}
