@@ -41,7 +41,7 @@ fn a_run_is_recorded_and_replayed() {
     let (layers, top_k) =
         (shown["layers"].as_array().unwrap().len() as u64, shown["top_k"].as_u64().unwrap());
 
-    // What the trace says of an LRU is what the running cache counted.
+    // comoe-tiny chooses distinct experts, in every layer, for every token.
     let slots = 4;
     let lines = trace(&format!("replay {path} --slots {slots} --policy lru,belady --json")).json();
     assert_eq!(lines[0]["accesses"], generated * layers * top_k, "{lines}");

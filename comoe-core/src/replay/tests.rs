@@ -3,7 +3,6 @@
 use proptest::prelude::*;
 
 use super::*;
-use crate::trace::Token;
 use crate::trace::testing::{info, made};
 
 /// The rules word by word, with lists and no cleverness.
@@ -261,8 +260,6 @@ fn a_group_leaves_as_it_came() {
     partition.step_evicting_groups(&[4]);
     let held: Vec<u32> = (0..8).filter(|&r| partition.holds(r)).collect();
     assert_eq!(held, [2, 3, 4]);
-    let token = Token { turn: 0, phase: Phase::Decode };
-    assert_eq!(token.phase, Phase::Decode);
 }
 
 #[test]
