@@ -101,7 +101,14 @@ fn sparse_steps(c: &ConfigFile, layers: usize) -> Result<Vec<bool>> {
     let step: usize = c.or("decoder_sparse_step", 1)?;
     let dense_only: Vec<usize> = c.or("mlp_only_layers", Vec::new())?;
     let sparse = |l: usize| !dense_only.contains(&l) && step > 0 && (l + 1).is_multiple_of(step);
-    Ok((0..layers).map(sparse).collect())
+    let sparse: Vec<bool> = (0..layers).map(sparse).collect();
+    if !sparse.contains(&true) {
+        let reason = format!(
+            "\"decoder_sparse_step\" {step} and \"mlp_only_layers\" {dense_only:?} leave none of {layers} layers with experts"
+        );
+        return Err(Error::NoExperts { path: c.path().to_owned(), reason });
+    }
+    Ok(sparse)
 }
 
 /// Each layer's mask by `layer_types` and `sliding_window`; without the list, `sliding` tells.
