@@ -331,7 +331,8 @@ impl<S> CacheBuilder<S> {
         };
         let mut info = backend.info();
         let records = directory.len();
-        let policy = options.policy.in_force(matches!(device, Device::Cuda(_)));
+        let may_drive = matches!(device, Device::Cuda(_)) || options.driver == DriverKind::Device;
+        let policy = options.policy.in_force(may_drive);
         let sharing = directory.layers().len().div_ceil(layout.shape.partitions.len().max(1));
         let per_token = options.top_k.max(1) * sharing;
         let pool = Pool::new(layout.shape, records, |slots| policy.build(slots, records, per_token));
