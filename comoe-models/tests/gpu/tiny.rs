@@ -190,17 +190,51 @@ fn logits_equal_those_of_transformers_on_the_gpu() {
             assert!(last < F32_TOLERANCE && all < F32_TOLERANCE, "prompt {i} by {step}: {last} and {all}");
         }
     }
-    for name in ["qwen3_moe", "qwen3_moe_biased"] {
-        let folder = checkout("comoe-models/tests/fixtures").join(name);
+}
+
+/// Every family with golden logits: F32 near transformers', all prompt lengths; BF16 runs through every block, which
+/// finds types that do not match.
+#[test]
+#[ignore = "needs a CUDA device"]
+fn every_family_runs_on_the_gpu() {
+    let folders = std::fs::read_dir(checkout("comoe-models/tests/fixtures")).expect("fixtures");
+    let mut folders: Vec<PathBuf> = folders.map(|e| e.expect("an entry").path()).collect();
+    folders.retain(|folder| folder.join("golden.safetensors").exists());
+    folders.sort();
+    assert!(folders.len() >= 2, "{folders:?}");
+    let mut wrong = Vec::new();
+    for folder in folders {
+        let name = folder.file_name().expect("a name").to_string_lossy().into_owned();
         let golden =
             candle_core::safetensors::load(folder.join("golden.safetensors"), &Device::Cpu).expect("golden");
         let ids: Vec<u32> = golden["ids"].to_dtype(DType::U32).and_then(|t| t.to_vec1()).expect("ids");
-        let decoder =
-            Decoder::open(&folder, &GPU, &LoadOptions::default(), &|_| {}).expect("the model loads");
-        let off = worst(&at_once(&decoder, &ids), &values(&golden["logits"]));
-        println!("{name}: {off:.1e} from transformers");
-        assert!(off < F32_TOLERANCE, "{name}: {off}");
+        let want = values(&golden["logits"].to_dtype(DType::F32).expect("F32"));
+        for dtype in [DType::F32, DType::BF16] {
+            let logits = |step: usize| -> comoe_models::Result<Vec<f32>> {
+                let options = LoadOptions { dtype, ..LoadOptions::default() };
+                let decoder = Decoder::open(&folder, &GPU, &options, &|_| {})?;
+                let mut kv = decoder.new_kv()?;
+                let steps =
+                    ids.chunks(step).map(|part| Ok(values(&decoder.forward(part, &mut kv, Rows::All)?)));
+                Ok(steps.collect::<comoe_models::Result<Vec<_>>>()?.concat())
+            };
+            for step in [ids.len(), 5, 1] {
+                let what = format!("{name}, {dtype:?}, {step} at a time");
+                match logits(step) {
+                    Err(e) => wrong.push(format!("{what}: {e}")),
+                    Ok(have) => {
+                        let (off, part) = (worst(&have, &want), relative(&have, &want));
+                        println!("{what}: {off:.1e} ({part:.1e} of the norm) from transformers");
+                        let near = if dtype == DType::F32 { off < F32_TOLERANCE } else { part.is_finite() };
+                        if !near {
+                            wrong.push(format!("{what}: {off:.1e}"));
+                        }
+                    }
+                }
+            }
+        }
     }
+    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
 }
 
 #[test]
