@@ -9,7 +9,7 @@
 //! bytes. Kernels give columns beyond `cols` no weight in a result.
 //!
 //! Error bound, with `m` the group's largest magnitude and `s0` the least f16 that is not below `m / 7`: the group's
-//! root mean square error is at most `s0 / 2`, and no weight is off by more than `0.27 m + 2^-25` (a clipped one; an
+//! root mean square error is at most `s0 / 2`, and no weight is off by more than `0.27 m + 2^-22` (a clipped one; an
 //! unclipped one by at most half its scale). This holds up to `m = 458,528`, and a weight beyond
 //! 524,032 is refused. Below `m = 2^-25` all decodes to about
 //! zero. GGUF's Q4_0 is held without loss at group 32.

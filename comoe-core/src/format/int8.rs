@@ -2,7 +2,7 @@
 //! padding bytes are zero.
 //!
 //! Error bound, with `m` the group's largest magnitude and `s0` the least f16 that is not below `m / 127`:
-//! the group's root mean square error is at most `s0 / 2`, and no weight is off by more than `0.024 m + 2^-25`
+//! the group's root mean square error is at most `s0 / 2`, and no weight is off by more than `0.024 m + 2^-18`
 //! (a clipped one; an unclipped one by at most half its scale). `m` may be up to 8.3 million. Below `m = 2^-25` all
 //! decodes to about zero. GGUF's Q8_0 is held without loss at group 32.
 
