@@ -38,7 +38,7 @@ impl Hold {
     pub const RESIDENT: Self = Self {
         capacity: Capacity::All,
         prefetch: Prefetch::Off,
-        trigger: PrefetchTrigger::AfterRouting,
+        trigger: PrefetchTrigger::EndOfLayer,
         format: ExpertFormat::Bf16,
     };
 

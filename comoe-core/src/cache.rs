@@ -275,7 +275,7 @@ impl<S> CacheBuilder<S> {
         self
     }
 
-    /// When it is brought. Default: as soon as the layer's own misses are on their way.
+    /// When it is brought. Default: once all of the layer's work is enqueued.
     pub fn prefetch_trigger(mut self, trigger: PrefetchTrigger) -> Self {
         self.options.prefetch_trigger = trigger;
         self
