@@ -1,0 +1,239 @@
+//! From options, a store and a device to a cache.
+
+use std::sync::{Arc, Mutex};
+
+use candle_core::Device;
+
+use super::options::Room;
+use super::{CacheOptions, Capacity, Core, ExpertCache, RecordCache, Scope};
+use crate::backend::cpu::CpuBackend;
+use crate::backend::cuda::CudaOptions;
+use crate::backend::{Backend, DriverKind, MOST_DEVICE_TOKENS};
+use crate::error::{Error, Result};
+use crate::policy::PolicyKind;
+use crate::pool::Pool;
+use crate::predict::{Correlation, EvidenceGate, GateOptions, Predictor, Prefetch};
+use crate::schedule::{Engine, PrefetchEngine, PrefetchTrigger, Rules};
+use crate::store::{ExpertStore, RecordSource};
+
+/// Builds a cache; see [`ExpertCache::builder`] and [`RecordCache::builder`].
+#[must_use]
+pub struct CacheBuilder<S> {
+    store: S,
+    device: Device,
+    options: CacheOptions,
+    backend: Option<Box<dyn Backend>>,
+    cuda: CudaOptions,
+    rules: Rules,
+}
+
+impl<S> CacheBuilder<S> {
+    pub(super) fn new(store: S, device: &Device) -> Self {
+        Self {
+            store,
+            device: device.clone(),
+            options: CacheOptions::default(),
+            backend: None,
+            cuda: CudaOptions::default(),
+            rules: Rules::default(),
+        }
+    }
+
+    /// Sets every option at once.
+    pub fn options(mut self, options: CacheOptions) -> Self {
+        self.options = options;
+        self
+    }
+
+    /// How many records the pool holds. Default: all.
+    pub fn capacity(mut self, capacity: Capacity) -> Self {
+        self.options.capacity = capacity;
+        self
+    }
+
+    /// Who leaves when a slot is needed. Default: [`PolicyKind::Auto`].
+    pub fn policy(mut self, policy: PolicyKind) -> Self {
+        self.options.policy = policy;
+        self
+    }
+
+    /// Whether layers share slots. Default: each has its own.
+    pub fn scope(mut self, scope: Scope) -> Self {
+        self.options.scope = scope;
+        self
+    }
+
+    /// What is brought ahead of time. Default: nothing.
+    pub fn prefetch(mut self, prefetch: Prefetch) -> Self {
+        self.options.prefetch = prefetch;
+        self
+    }
+
+    /// When it is brought. Default: once all of the layer's work is enqueued.
+    pub fn prefetch_trigger(mut self, trigger: PrefetchTrigger) -> Self {
+        self.options.prefetch_trigger = trigger;
+        self
+    }
+
+    /// Most records that one row of a step uses (the model's top-k), so that a pool that cannot hold even those is
+    /// refused at once.
+    pub fn top_k(mut self, top_k: usize) -> Self {
+        self.options.top_k = top_k;
+        self
+    }
+
+    /// Who drives a step: see [`DriverKind`]. Default: the device where it can, the host otherwise.
+    pub fn driver(mut self, driver: DriverKind) -> Self {
+        self.options.driver = driver;
+        self
+    }
+
+    /// A backend of the caller's own, instead of the device's.
+    pub fn backend(mut self, backend: Box<dyn Backend>) -> Self {
+        self.backend = Some(backend);
+        self
+    }
+
+    /// How a GPU is used: page-locking, progress of loading. Other devices do not look at it.
+    pub fn cuda(mut self, options: CudaOptions) -> Self {
+        self.cuda = options;
+        self
+    }
+
+    #[doc(hidden)]
+    pub fn rules(mut self, rules: Rules) -> Self {
+        self.rules = rules;
+        self
+    }
+
+    /// `of_experts`: the records are experts, which a device can drive.
+    fn core(self, source: Arc<dyn RecordSource>, of_experts: bool) -> Result<(Core, S)> {
+        let Self { store, device, options, backend, cuda, rules } = self;
+        let directory = Arc::new(source.directory().clone());
+        if directory.is_empty() {
+            return Err(Error::NoExperts { what: "the store".to_owned() });
+        }
+        let slot_bytes = match device {
+            Device::Cuda(_) => cuda.slot_bytes(&directory),
+            _ => directory.largest_record(),
+        };
+        let room = Room::of(&device, options.reserve)?;
+        let mut layout = options.layout(&directory, slot_bytes, room.as_ref())?;
+        let backend = match backend {
+            Some(backend) => backend,
+            None => backend_for(&device, &source, cuda)?,
+        };
+        let mut info = backend.info();
+        let records = directory.len();
+        let may_drive = matches!(device, Device::Cuda(_)) || options.driver == DriverKind::Device;
+        let policy = options.policy.in_force(may_drive);
+        let sharing = directory.layers().len().div_ceil(layout.shape.partitions.len().max(1));
+        let per_token = options.top_k.max(1) * sharing;
+        let pool = Pool::new(layout.shape, records, |slots| policy.build(slots, records, per_token));
+        let experts: Vec<usize> = directory.layers().iter().map(|e| e.experts).collect();
+        let (trigger, width) = (options.prefetch_trigger, options.prefetch_width());
+        let prefetch =
+            |predictor: Box<dyn Predictor>, gate| Some(PrefetchEngine::new(predictor, trigger, width, gate));
+        let prefetch = match layout.prefetch {
+            Prefetch::Off => None,
+            Prefetch::Correlation => prefetch(Box::new(Correlation::new(&experts, 1)), None),
+            Prefetch::Auto => {
+                let gate = EvidenceGate::new(experts.len(), GateOptions::new(width));
+                prefetch(Box::new(Correlation::new(&experts, 1)), Some(gate))
+            }
+        };
+        let mut engine = Engine::new(backend, directory.clone(), pool, prefetch, slot_bytes, rules)?;
+        match drive(options.driver, policy, &mut engine, of_experts) {
+            Ok(()) => info.notes.push(format!(
+                "steps of up to {MOST_DEVICE_TOKENS} tokens are driven by the device, without a host round trip"
+            )),
+            Err(reason) if options.driver == DriverKind::Device => {
+                let reason = format!("the device cannot drive this cache: {reason}; use auto or host");
+                return Err(Error::BadArgument { what: "driver", reason });
+            }
+            // Elsewhere there is nothing but the host to expect.
+            Err(reason) if options.driver == DriverKind::Auto && of_experts && device.is_cuda() => {
+                layout.notes.push(format!("every step is driven by the host: {reason}"));
+            }
+            Err(_) => {}
+        }
+        layout.notes.iter().for_each(|note| tracing::warn!("{note}"));
+        info.notes.iter().for_each(|note| tracing::info!("{}: {note}", info.device));
+        let core = Core {
+            engine: Mutex::new(engine),
+            directory,
+            source,
+            info,
+            notes: layout.notes,
+            device,
+            policy,
+            observer: Mutex::new(None),
+        };
+        Ok((core, store))
+    }
+}
+
+/// Lets the device drive, or says why not.
+fn drive(
+    asked: DriverKind,
+    policy: PolicyKind,
+    engine: &mut Engine,
+    of_experts: bool,
+) -> std::result::Result<(), String> {
+    if !of_experts {
+        return Err("its records are no experts".to_owned());
+    }
+    match (asked, policy) {
+        (DriverKind::Host, _) => Err("the host driver was asked for".to_owned()),
+        (_, PolicyKind::Lru) => engine.offer_device(),
+        (_, other) => Err(format!("the policy is {other}, the device knows lru")),
+    }
+}
+
+#[cfg_attr(not(feature = "cuda"), expect(unused_variables, reason = "only GPUs have options"))]
+fn backend_for(
+    device: &Device,
+    source: &Arc<dyn RecordSource>,
+    cuda: CudaOptions,
+) -> Result<Box<dyn Backend>> {
+    match device {
+        Device::Cpu => Ok(Box::new(CpuBackend::new(source.clone()))),
+        #[cfg(feature = "cuda")]
+        Device::Cuda(gpu) => Ok(Box::new(crate::backend::cuda::CudaBackend::new(gpu, source.clone(), cuda)?)),
+        other => Err(Error::Device {
+            asked: format!("{:?}", other.location()),
+            reason: "this build of comoe-core has no backend for it: use the CPU, or build with feature cuda"
+                .into(),
+        }),
+    }
+}
+
+impl CacheBuilder<ExpertStore> {
+    /// Makes the pool and starts the backend. Nothing is loaded yet.
+    ///
+    /// # Errors
+    /// [`Error::TooFewSlots`], [`Error::PoolTooSmall`] or [`Error::BadArgument`] for a capacity that does not work,
+    /// [`Error::Device`] for a device that cannot be used, [`Error::NoExperts`] for an empty store.
+    pub fn build(mut self) -> Result<ExpertCache> {
+        let source = self.store.source();
+        let layers = 0..source.directory().layers().len();
+        let experts: Vec<_> = layers.map(|o| (*self.store.spec(o), *self.store.layout(o))).collect();
+        self.cuda = self.cuda.with_experts(experts);
+        let (core, store) = self.core(source, true)?;
+        let ordinals = 0..core.directory.layers().len();
+        let specs = ordinals.clone().map(|o| *store.spec(o)).collect();
+        let layouts = ordinals.map(|o| *store.layout(o)).collect();
+        Ok(ExpertCache { core, specs, layouts })
+    }
+}
+
+impl CacheBuilder<Arc<dyn RecordSource>> {
+    /// Makes the pool and starts the backend. Nothing is loaded yet.
+    ///
+    /// # Errors
+    /// As [`CacheBuilder::<ExpertStore>::build`].
+    pub fn build(self) -> Result<RecordCache> {
+        let source = self.store.clone();
+        Ok(RecordCache { core: self.core(source, false)?.0 })
+    }
+}
