@@ -32,6 +32,8 @@ pub(crate) struct Loaded {
     notes: Vec<String>,
     /// Decode steps between checks of slots; 0: never.
     pub(crate) check: usize,
+    /// Whether a GPU may replay decode steps as a graph.
+    pub(crate) graph: bool,
 }
 
 /// Loads the model in `folder`.
@@ -91,7 +93,8 @@ pub(crate) fn load(folder: PathBuf, args: &ModelArgs, quiet: bool) -> Result<Loa
             "--resident-format, --page-lock-limit and --no-page-lock change nothing on the CPU".to_owned(),
         );
     }
-    let loaded = Loaded { model: model?, folder, options, took, notes, check: args.check.unwrap_or(0) };
+    let (check, graph) = (args.check.unwrap_or(0), !args.no_graph);
+    let loaded = Loaded { model: model?, folder, options, took, notes, check, graph };
     loaded.say_what_is_in_force(quiet);
     Ok(loaded)
 }

@@ -2,6 +2,7 @@
 
 mod builder;
 mod options;
+mod replay;
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 

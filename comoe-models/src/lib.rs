@@ -55,6 +55,11 @@ pub mod blocks;
 pub mod chat;
 #[cfg(feature = "cuda")]
 pub mod cuda;
+#[cfg(feature = "cuda")]
+mod decode_graph;
+#[cfg(not(feature = "cuda"))]
+#[path = "decode_graph_none.rs"]
+mod decode_graph;
 mod decoder;
 pub mod error;
 pub mod generate;

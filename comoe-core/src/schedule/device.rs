@@ -71,6 +71,17 @@ impl Engine {
         })
     }
 
+    /// Runs `f`, which enqueues device-driven steps that were recorded before (a graph), with the tables in the
+    /// device's hands.
+    ///
+    /// # Errors
+    /// As [`Self::device_step`]; `f` is then not run.
+    pub(crate) fn device_replay<R>(&mut self, f: impl FnOnce() -> R) -> Result<R> {
+        self.report_fault(false)?;
+        self.guarded(Self::device_owns)?;
+        Ok(f())
+    }
+
     /// The first routing fault of the device-driven steps so far, as an error, once. `wait`: waits for them first.
     /// Such a fault does not stop the cache: nothing was changed by it.
     pub(crate) fn report_fault(&mut self, wait: bool) -> Result<()> {

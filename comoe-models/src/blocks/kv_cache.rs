@@ -12,10 +12,20 @@ pub struct KvCache {
     layers: Vec<LayerKv>,
     len: usize,
     capacity: usize,
+    place: Option<Place>,
+}
+
+/// The position as kernels of fused steps read it.
+#[derive(Debug)]
+struct Place {
+    /// `[1]`, U32.
+    buffer: Tensor,
+    /// What it holds once all that was enqueued is done; `None`: not known.
+    holds: Option<usize>,
 }
 
 /// Keys and values of one layer.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub struct LayerKv {
     k: Tensor,
     /// `None` where values are part of the keys.
@@ -33,7 +43,11 @@ impl KvCache {
             let zeros = |width: usize| Tensor::zeros((heads, capacity, width), dtype, device);
             Ok(LayerKv { k: zeros(key)?, v: if value > 0 { Some(zeros(value)?) } else { None } })
         });
-        Ok(Self { layers: layers.collect::<Result<_>>()?, len: 0, capacity })
+        let place = match device {
+            Device::Cuda(_) => Some(Place { buffer: Tensor::zeros(1, DType::U32, device)?, holds: Some(0) }),
+            _ => None,
+        };
+        Ok(Self { layers: layers.collect::<Result<_>>()?, len: 0, capacity, place })
     }
 
     /// Tokens held.
@@ -69,12 +83,59 @@ impl KvCache {
         self.len += tokens;
     }
 
-    pub(crate) fn layer(&self, layer: usize) -> &LayerKv {
-        &self.layers[layer]
+    pub(crate) fn layers(&self) -> &[LayerKv] {
+        &self.layers
+    }
+
+    /// The position in the device's memory, `[1]` U32, made to hold the number of tokens when everything enqueued so
+    /// far is done.
+    pub(crate) fn place(&mut self) -> Result<Tensor> {
+        let Some(place) = &mut self.place else {
+            return Err(candle_core::Error::msg("a KV cache of the CPU has its position on the host").into());
+        };
+        if place.holds != Some(self.len) {
+            let len = Tensor::new(&[self.len as u32], place.buffer.device())?;
+            place.buffer.slice_set(&len, 0, 0)?;
+            place.holds = Some(self.len);
+        }
+        Ok(place.buffer.clone())
+    }
+
+    /// Counts `tokens` that an enqueued step will have written, and by which it moves the position itself.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn advance_on_device(&mut self, tokens: usize) {
+        self.len += tokens;
+        if let Some(place) = &mut self.place {
+            place.holds = Some(self.len);
+        }
+    }
+
+    /// Some step may not have moved the position as was expected.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn forget_place(&mut self) {
+        if let Some(place) = &mut self.place {
+            place.holds = None;
+        }
     }
 }
 
 impl LayerKv {
+    /// Keys of all positions, `[kv_heads, capacity, width]`.
+    pub fn keys(&self) -> &Tensor {
+        &self.k
+    }
+
+    /// Keys and values of all positions.
+    ///
+    /// # Errors
+    /// When the layer keeps no values.
+    pub fn whole(&self) -> candle_core::Result<(&Tensor, &Tensor)> {
+        match &self.v {
+            Some(v) => Ok((&self.k, v)),
+            None => candle_core::bail!("this layer keeps no values"),
+        }
+    }
+
     /// Writes `k` and `v`, `[kv_heads, tokens, head_dim]`, at `position`, and returns the keys and values of
     /// positions `0..position + tokens` as views.
     ///

@@ -12,6 +12,7 @@ use super::kv_cache::LayerKv;
 use super::linear::Linear;
 use super::norm::RmsNorm;
 use super::rope::RotaryTable;
+use super::step::Step;
 use crate::arch::{LatentPlan, Mask};
 
 /// One layer's latent attention, between the norm before it and the residual addition after it.
@@ -75,32 +76,43 @@ impl LatentAttention {
         Ok(Self { query, compress, latent_norm, to_keys, to_values, out, attend, plan: plan.clone() })
     }
 
-    /// Attends from `x [tokens, hidden]`, which begins at `position`, to itself and all before it. Appends to `kv`.
+    /// Attends from `x [tokens, hidden]` to itself and all before it. Appends to `kv`.
     ///
     /// # Errors
     /// Those of candle. The caller has checked that the cache has room.
-    pub fn forward(&self, x: &Tensor, kv: &LayerKv, position: usize, rope: &RotaryTable) -> Result<Tensor> {
+    pub fn forward(&self, x: &Tensor, kv: &LayerKv, step: Step<'_>, rope: &RotaryTable) -> Result<Tensor> {
         let &LatentPlan { heads, latent, nope_dim, rope_dim, value_dim, .. } = &self.plan;
         let tokens = x.dim(0)?;
         let q = match &self.query {
-            Query::Plain(project) => project.forward(x)?,
+            Query::Plain(project) => project.forward(x, step)?,
             Query::Compressed { compress, norm, expand } => {
-                expand.forward(&norm.forward(&compress.forward(x)?)?)?
+                expand.forward(&norm.forward(&compress.forward(x, step)?, step)?, step)?
             }
         };
         let q = q.reshape((tokens, heads, nope_dim + rope_dim))?.transpose(0, 1)?;
+        let rows = rope.rows(step, tokens)?;
         let q_latent = q.narrow(2, 0, nope_dim)?.contiguous()?.matmul(&self.to_keys)?;
-        let q_rope = rope.rotate(&q.narrow(2, nope_dim, rope_dim)?, position)?;
+        let q_rope = rope.rotate(&q.narrow(2, nope_dim, rope_dim)?, &rows)?;
         let q = Tensor::cat(&[q_latent, q_rope], 2)?;
 
-        let compressed = self.compress.forward(x)?;
-        let latents = self.latent_norm.forward(&compressed.narrow(1, 0, latent)?.contiguous()?)?;
-        let k_rope = rope.rotate(&compressed.narrow(1, latent, rope_dim)?.unsqueeze(0)?, position)?;
-        let k = kv.append_key(position, &Tensor::cat(&[latents.unsqueeze(0)?, k_rope], 2)?)?;
+        let compressed = self.compress.forward(x, step)?;
+        let latents = self.latent_norm.forward(&compressed.narrow(1, 0, latent)?.contiguous()?, step)?;
+        let k_rope = rope.rotate(&compressed.narrow(1, latent, rope_dim)?.unsqueeze(0)?, &rows)?;
+        let k = Tensor::cat(&[latents.unsqueeze(0)?, k_rope], 2)?;
 
-        let seen = self.attend.forward(&q, &k, &k.narrow(2, 0, latent)?, position)?;
+        let seen = match step {
+            Step::At(position) => {
+                let k = kv.append_key(position, &k)?;
+                self.attend.forward(&q, &k, &k.narrow(2, 0, latent)?, position)?
+            }
+            Step::Fused(fused) => {
+                fused.append(&k, kv)?;
+                let q = q.transpose(0, 1)?.contiguous()?;
+                fused.attend(&q, &self.attend, kv.keys(), &kv.keys().narrow(2, 0, latent)?)?
+            }
+        };
         let seen = seen.reshape((tokens, heads, latent))?.transpose(0, 1)?.contiguous()?;
         let values = seen.matmul(&self.to_values)?.transpose(0, 1)?;
-        self.out.forward(&values.reshape((tokens, heads * value_dim))?)
+        self.out.forward(&values.reshape((tokens, heads * value_dim))?, step)
     }
 }

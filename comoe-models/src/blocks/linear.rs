@@ -2,9 +2,12 @@
 
 use candle_core::{Result, Tensor};
 
+use super::step::Step;
+
 /// A projection with weight `[out, in]`.
 #[derive(Debug, Clone)]
 pub struct Linear {
+    weight: Tensor,
     /// A view: `[in, out]`.
     transposed: Tensor,
     bias: Option<Tensor>,
@@ -16,14 +19,17 @@ impl Linear {
     /// # Errors
     /// When the weight is not a matrix.
     pub fn new(weight: &Tensor, bias: Option<Tensor>) -> Result<Self> {
-        Ok(Self { transposed: weight.t()?, bias })
+        Ok(Self { weight: weight.clone(), transposed: weight.t()?, bias })
     }
 
     /// `x [tokens, in]` to `[tokens, out]`.
     ///
     /// # Errors
     /// Those of candle's `matmul`.
-    pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
+    pub fn forward(&self, x: &Tensor, step: Step<'_>) -> Result<Tensor> {
+        if let Step::Fused(fused) = step {
+            return fused.linear(x, &self.weight, self.bias.as_ref());
+        }
         let y = x.matmul(&self.transposed)?;
         match &self.bias {
             Some(bias) => y.broadcast_add(bias),

@@ -7,6 +7,7 @@ use super::ffn::DenseFfn;
 use super::linear::Linear;
 use super::norm::Norm;
 use super::router::Router;
+use super::step::Step;
 use crate::error::Result;
 
 /// A router before the experts of one layer, and what every token gets besides.
@@ -54,22 +55,28 @@ impl Moe {
     ///
     /// # Errors
     /// Those of the router and of the cache.
-    pub fn forward(&self, x: &Tensor, residual: &Tensor, experts: &ExpertCache) -> Result<Tensor> {
+    pub fn forward(
+        &self,
+        x: &Tensor,
+        residual: &Tensor,
+        experts: &ExpertCache,
+        step: Step<'_>,
+    ) -> Result<Tensor> {
         let routed = |router_input: &Tensor, x: &Tensor| -> Result<Tensor> {
-            let (ids, weights) = self.router.forward(router_input)?;
+            let (ids, weights) = self.router.forward(router_input, step)?;
             Ok(experts.layer(self.layer).forward(x, &ids, &weights)?)
         };
         Ok(match &self.shared {
             Shared::None => routed(x, x)?,
-            Shared::Mlp(ffn) => (routed(x, x)? + ffn.forward(x)?)?,
+            Shared::Mlp(ffn) => (routed(x, x)? + ffn.forward(x, step)?)?,
             Shared::Gated(ffn, gate) => {
-                let gate = candle_nn::ops::sigmoid(&gate.forward(x)?)?;
-                (routed(x, x)? + ffn.forward(x)?.broadcast_mul(&gate)?)?
+                let gate = candle_nn::ops::sigmoid(&gate.forward(x, step)?)?;
+                (routed(x, x)? + ffn.forward(x, step)?.broadcast_mul(&gate)?)?
             }
             Shared::Parallel(p) => {
-                let dense = p.post.forward(&p.ffn.forward(x)?)?;
-                let routed = routed(residual, &p.experts_pre.forward(residual)?)?;
-                (dense + p.experts_post.forward(&routed)?)?
+                let dense = p.post.forward(&p.ffn.forward(x, step)?, step)?;
+                let routed = routed(residual, &p.experts_pre.forward(residual, step)?)?;
+                (dense + p.experts_post.forward(&routed, step)?)?
             }
         })
     }

@@ -5,6 +5,7 @@ use half::{bf16, f16};
 
 use super::linear::Linear;
 use super::norm::RmsNorm;
+use super::step::Step;
 use crate::arch::{GroupScore, Groups, Normalise, RouterPlan, RouterPrecision, Score};
 use crate::error::{Error, Result};
 
@@ -37,20 +38,25 @@ impl Router {
     /// Routes `x [tokens, hidden]`: expert ids `[tokens, top_k]` (U32) and weights `[tokens, top_k]` (F32), the first
     /// choice first.
     ///
-    /// Both are host tensors whatever the model's device: the cache's schedule decides on the host.
+    /// Both are host tensors whatever the model's device, because the cache's schedule decides on the host; in a fused
+    /// step they stay on the device.
     ///
     /// # Errors
-    /// [`Error::BadRouter`] when an output is not a number.
-    pub fn forward(&self, x: &Tensor) -> Result<(Tensor, Tensor)> {
+    /// [`Error::BadRouter`] when an output is not a number; in a fused step that is for the caller to look at, see
+    /// [`Fused::check`](super::fused::Fused::check).
+    pub fn forward(&self, x: &Tensor, step: Step<'_>) -> Result<(Tensor, Tensor)> {
         let dtype = x.dtype();
         let mut input = match &self.extras.norm {
-            Some(norm) => norm.forward(x)?,
+            Some(norm) => norm.forward(x, step)?,
             None => x.clone(),
         };
         if matches!(self.plan.precision, RouterPrecision::F32 | RouterPrecision::F32Logits) {
             input = input.to_dtype(DType::F32)?;
         }
-        let logits = self.projection.forward(&input)?;
+        let logits = self.projection.forward(&input, step)?;
+        if let Step::Fused(fused) = step {
+            return Ok(fused.route(&logits, dtype, &self.plan, &self.extras, self.layer)?);
+        }
         let (tokens, experts) = logits.dims2()?;
         let logits = logits.to_dtype(DType::F32)?.flatten_all()?.to_vec1::<f32>()?;
         let (ids, mut weights) = route(&logits, experts, &self.plan, &self.extras)
@@ -220,7 +226,7 @@ mod tests {
                 RouterPlan::softmax(4, normalise),
                 0,
             );
-            let (ids, weights) = router.forward(&x).unwrap();
+            let (ids, weights) = router.forward(&x, Step::At(0)).unwrap();
             let p = candle_nn::ops::softmax(&x.matmul(&w.t().unwrap()).unwrap(), D::Minus1).unwrap();
             let want_ids = p.arg_sort_last_dim(false).unwrap().narrow(1, 0, 4).unwrap().contiguous().unwrap();
             let mut want = p.gather(&want_ids, 1).unwrap();
@@ -306,7 +312,7 @@ mod tests {
         let w = Tensor::zeros((4, 8), DType::F32, &Device::Cpu).unwrap();
         let router = Router::new(Linear::new(&w, None).unwrap(), RouterExtras::default(), plan, 3);
         let x = (random(&[2, 8], 1) * f64::NAN).unwrap();
-        let e = router.forward(&x).unwrap_err().to_string();
+        let e = router.forward(&x, Step::At(0)).unwrap_err().to_string();
         assert!(e.contains("layer 3") && e.contains("token 0"), "{e}");
     }
 }

@@ -97,7 +97,6 @@ pub(crate) fn open_decoder(
     let reserve = options.cache.reserve + memory.map_or(0, |m| m.reserve());
     let cache = CacheOptions { top_k, reserve, ..options.cache.clone() };
     let experts = ExpertCache::builder(store, device).options(cache).cuda(options.cuda.clone()).build()?;
-    notes.extend_from_slice(experts.notes());
     let decoder = Decoder::load(plan, &mut weights, experts, context, options.dtype, device)?;
     Ok(decoder.with_notes(notes).with_memory(memory))
 }

@@ -1,0 +1,73 @@
+//! In place of [`fused`](super::fused) in a build without GPU kernels: nothing of it can be made.
+
+use std::marker::PhantomData;
+
+use candle_core::{DType, Device, Result, Tensor};
+use comoe_core::Activation;
+
+use super::attend::Attend;
+use super::heads::HeadSplit;
+use super::kv_cache::LayerKv;
+use super::rope::RotaryTable;
+use super::router::RouterExtras;
+use crate::arch::{DecoderPlan, RouterPlan, TemperaturePlan};
+
+/// Kernels and buffers of a decoder's fused steps.
+pub enum Fused {}
+
+/// One fused step.
+pub enum Step<'a> {
+    #[doc(hidden)]
+    Never(std::convert::Infallible, PhantomData<&'a ()>),
+}
+
+impl Fused {
+    /// Tokens of a step at most.
+    pub(crate) const MOST_TOKENS: usize = 0;
+
+    pub(crate) fn for_plan(
+        _: &DecoderPlan,
+        _: DType,
+        _: &Device,
+    ) -> std::result::Result<Option<Self>, String> {
+        Ok(None)
+    }
+
+    pub(crate) fn step<'a>(&'a mut self, _: &'a Tensor, _: usize) -> Result<Step<'a>> {
+        match *self {}
+    }
+
+    pub(crate) fn check(&mut self) -> crate::Result<()> {
+        match *self {}
+    }
+}
+
+macro_rules! never {
+    ($vis:vis: $($name:ident($($arg:ty),*) -> $result:ty;)*) => {
+        impl Step<'_> {
+            $($vis fn $name(&self, $(_: $arg),*) -> $result {
+                match self {
+                    Self::Never(never, _) => match *never {},
+                }
+            })*
+        }
+    };
+}
+
+never! { pub(crate):
+    next_layer() -> ();
+    embed(&Tensor, &Tensor, f64) -> Result<Tensor>;
+}
+
+never! { pub(super):
+    positions(usize) -> Result<Tensor>;
+    linear(&Tensor, &Tensor, Option<&Tensor>) -> Result<Tensor>;
+    rms_norm(&Tensor, &Tensor, f32) -> Result<Tensor>;
+    add_rms_norm(&Tensor, &Tensor, &Tensor, f32) -> Result<(Tensor, Tensor)>;
+    gated(&Tensor, Activation) -> Result<Tensor>;
+    split_append(&Tensor, &HeadSplit, Option<&RotaryTable>, Option<TemperaturePlan>, &LayerKv) -> Result<Tensor>;
+    attend(&Tensor, &Attend, &Tensor, &Tensor) -> Result<Tensor>;
+    append(&Tensor, &LayerKv) -> Result<()>;
+    short_conv(&Tensor, &Tensor, Option<&Tensor>, &LayerKv) -> Result<Tensor>;
+    route(&Tensor, DType, &RouterPlan, &RouterExtras, usize) -> Result<(Tensor, Tensor)>;
+}
