@@ -1,5 +1,6 @@
 //! In place of `decode_graph` in a build without GPU kernels: nothing of it can be made.
 
+use std::convert::Infallible;
 use std::marker::PhantomData;
 
 use candle_core::Tensor;
@@ -10,37 +11,61 @@ use crate::error::Result;
 use crate::sampler::SamplerOptions;
 
 /// Decodes one sequence on a GPU.
-pub(crate) struct DeviceSteps<'m> {
-    never: std::convert::Infallible,
+pub struct DeviceSteps<'m> {
+    never: Infallible,
     decoder: PhantomData<&'m Decoder>,
 }
 
 impl<'m> DeviceSteps<'m> {
-    pub(crate) fn of(_: &'m Decoder) -> Result<Option<Self>> {
+    /// `None`: this build has no kernels.
+    ///
+    /// # Errors
+    /// None.
+    pub fn of(_: &'m Decoder) -> Result<Option<Self>> {
         Ok(None)
     }
 
-    pub(crate) fn note(&self) -> Option<&str> {
+    /// Why the last step was not replayed, if that is so.
+    pub fn note(&self) -> Option<&str> {
         match self.never {}
     }
 
-    pub(crate) fn replayed(&self) -> usize {
+    /// Steps replayed since [`Self::begin`].
+    pub fn replayed(&self) -> usize {
         match self.never {}
     }
 
-    pub(crate) fn begin(&mut self, _: &SamplerOptions, _: &[u32]) -> Result<()> {
+    /// Nodes of the graph that was recorded last.
+    pub fn nodes(&self) -> Option<usize> {
         match self.never {}
     }
 
-    pub(crate) fn choose(&mut self, _: &Tensor) -> Result<u32> {
+    /// Begins an answer to `prompt`.
+    ///
+    /// # Errors
+    /// None.
+    pub fn begin(&mut self, _: &SamplerOptions, _: &[u32]) -> Result<()> {
         match self.never {}
     }
 
-    pub(crate) fn next(&mut self, _: &mut KvCache, _: usize) -> Result<Option<u32>> {
+    /// Chooses the token behind those in a cache from logits `[1, vocab]`.
+    ///
+    /// # Errors
+    /// None.
+    pub fn choose(&mut self, _: &Tensor, _: &mut KvCache) -> Result<u32> {
         match self.never {}
     }
 
-    pub(crate) fn settle(&mut self) {
+    /// Runs the token that was chosen last, and chooses the one behind it.
+    ///
+    /// # Errors
+    /// None.
+    pub fn next(&mut self, _: &mut KvCache, _: usize) -> Result<Option<u32>> {
+        match self.never {}
+    }
+
+    /// Waits for what is under way.
+    pub fn settle(&mut self) {
         match self.never {}
     }
 }

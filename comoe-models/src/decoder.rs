@@ -281,6 +281,12 @@ impl Decoder {
         left.min(CHUNK - position % CHUNK)
     }
 
+    /// Most experts that a token uses in a layer.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn top_k(&self) -> Option<usize> {
+        self.plan.moe_layers().map(|(_, moe)| moe.router.top_k).max()
+    }
+
     /// Kernels and buffers of fused steps, where there are such. Whoever holds them enqueues a whole step.
     pub(crate) fn fused(&self) -> Option<MutexGuard<'_, Fused>> {
         // A panic in another thread leaves nothing half done that the next step does not write anew.
@@ -297,12 +303,19 @@ impl Decoder {
         let logits = match fused {
             None => self.run(&ids, kv.layers(), Step::At(kv.len()), rows)?,
             Some(mut fused) => {
-                let place = kv.place()?;
-                let logits = self.run(&ids, kv.layers(), Step::Fused(&fused.step(&place, tokens)?), rows)?;
+                let reach = Fused::reach(kv.len() + tokens, kv.capacity());
+                let place = kv.place(kv.len())?;
+                let step = fused.step(&place, tokens, reach);
+                let logits = self.run(&ids, kv.layers(), Step::Fused(&step), rows)?;
                 // The buffer is used again by the next step.
-                let logits = logits.map(|l| l.copy()).transpose()?;
-                fused.check()?;
-                self.experts.flush()?;
+                let logits = logits.map(|l| if l.dtype() == DType::F32 { l.copy() } else { l.to_dtype(DType::F32) });
+                let logits = logits.transpose()?;
+                let (routed, served) = (fused.check(), self.experts.flush());
+                routed?;
+                served?;
+                if tokens == 1 && rows == Some(Rows::Last) {
+                    fused.made_ready(reach);
+                }
                 logits
             }
         };
@@ -311,7 +324,7 @@ impl Decoder {
     }
 
     /// Runs `ids [tokens]` (U32, on the device) over `kv`, and gives logits in F32. A fused step only enqueues, and its
-    /// logits are in a buffer that the next one uses again.
+    /// logits are in a buffer that the next one uses again; they may be in the model's dtype still.
     pub(crate) fn run(
         &self,
         ids: &Tensor,
@@ -357,7 +370,11 @@ impl Decoder {
             branch = branch.map(last).transpose()?;
         }
         let (_, normed) = add_norm(Some(&self.norm), x, branch.as_ref(), step)?;
-        let mut logits = self.head.forward(&normed, step)?.to_dtype(DType::F32)?;
+        let logits = self.head.forward(&normed, step)?;
+        if matches!(step, Step::Fused(_)) && self.plan.logit_scale == 1.0 && self.plan.logit_cap.is_none() {
+            return Ok(Some(logits));
+        }
+        let mut logits = logits.to_dtype(DType::F32)?;
         if self.plan.logit_scale != 1.0 {
             logits = (logits * self.plan.logit_scale)?;
         }

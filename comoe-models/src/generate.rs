@@ -134,15 +134,15 @@ enum Chooser<'s, 'm> {
 }
 
 impl Chooser<'_, '_> {
-    /// The token behind those so far, from logits `[1, vocab]`.
-    fn choose(&mut self, logits: &Tensor) -> Result<u32> {
+    /// The token behind those in `kv`, from logits `[1, vocab]`.
+    fn choose(&mut self, logits: &Tensor, kv: &mut KvCache) -> Result<u32> {
         match self {
             Self::Host { sampler, history } => {
                 let id = sampler.sample(&logits.squeeze(0)?.to_vec1::<f32>()?, history)?;
                 history.push(id);
                 Ok(id)
             }
-            Self::Device { steps, .. } => steps.choose(logits),
+            Self::Device { steps, .. } => steps.choose(logits, kv),
         }
     }
 }
@@ -240,7 +240,7 @@ impl<'m> Session<'m> {
 
         let started = Instant::now();
         let mut by_string = false;
-        let mut id = chooser.choose(&logits)?;
+        let mut id = chooser.choose(&logits, &mut self.kv)?;
         answer.finish = loop {
             answer.tokens.push(id);
             if self.model.is_stop(id) {
@@ -351,6 +351,6 @@ impl<'m> Session<'m> {
             }
         }
         let logits = self.advance(&[id])?;
-        chooser.choose(&logits)
+        chooser.choose(&logits, &mut self.kv)
     }
 }

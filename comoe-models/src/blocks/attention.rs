@@ -3,6 +3,7 @@
 use candle_core::{Result, Tensor};
 
 use super::attend::Attend;
+use super::fused::Heads;
 use super::heads::HeadSplit;
 use super::kv_cache::LayerKv;
 use super::linear::Linear;
@@ -76,17 +77,18 @@ impl Attention {
                 1,
             )?;
         }
-        if let Some(bound) = self.clip {
-            qkv = qkv.clamp(-bound, bound)?;
-        }
         let position = match step {
             Step::At(position) => position,
             Step::Fused(fused) => {
-                let q = fused.split_append(&qkv, h, rope, self.temperature, kv)?;
+                let op = Heads { split: h, clip: self.clip, rope, temperature: self.temperature };
+                let q = fused.split_append(&qkv, &op, kv)?;
                 let (k, v) = kv.whole()?;
                 return self.out.forward(&fused.attend(&q, &self.attend, k, v)?, step);
             }
         };
+        if let Some(bound) = self.clip {
+            qkv = qkv.clamp(-bound, bound)?;
+        }
         let split = h.forward(&qkv, position, rope)?;
         let mut q = split.narrow(0, 0, h.heads)?;
         if let Some(plan) = self.temperature {

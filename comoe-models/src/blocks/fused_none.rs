@@ -8,17 +8,27 @@ use comoe_core::Activation;
 use super::attend::Attend;
 use super::heads::HeadSplit;
 use super::kv_cache::LayerKv;
+use super::norm::RmsNorm;
 use super::rope::RotaryTable;
-use super::router::RouterExtras;
+use super::router::OnDevice;
 use crate::arch::{DecoderPlan, RouterPlan, TemperaturePlan};
 
 /// Kernels and buffers of a decoder's fused steps.
 pub enum Fused {}
 
 /// One fused step.
+#[derive(Clone, Copy)]
 pub enum Step<'a> {
     #[doc(hidden)]
     Never(std::convert::Infallible, PhantomData<&'a ()>),
+}
+
+/// What stands between an attention layer's projections and its attention.
+pub(super) struct Heads<'a> {
+    pub(super) split: &'a HeadSplit,
+    pub(super) clip: Option<f64>,
+    pub(super) rope: Option<&'a RotaryTable>,
+    pub(super) temperature: Option<TemperaturePlan>,
 }
 
 impl Fused {
@@ -33,7 +43,15 @@ impl Fused {
         Ok(None)
     }
 
-    pub(crate) fn step<'a>(&'a mut self, _: &'a Tensor, _: usize) -> Result<Step<'a>> {
+    pub(crate) fn step<'a>(&'a mut self, _: &'a Tensor, _: usize, _: usize) -> Step<'a> {
+        match *self {}
+    }
+
+    pub(crate) fn reach(_: usize, capacity: usize) -> usize {
+        capacity
+    }
+
+    pub(crate) fn made_ready(&mut self, _: usize) {
         match *self {}
     }
 
@@ -60,14 +78,16 @@ never! { pub(crate):
 }
 
 never! { pub(super):
-    positions(usize) -> Result<Tensor>;
     linear(&Tensor, &Tensor, Option<&Tensor>) -> Result<Tensor>;
     rms_norm(&Tensor, &Tensor, f32) -> Result<Tensor>;
+    layer_norm(&Tensor, &Tensor, &Tensor, f32) -> Result<Tensor>;
     add_rms_norm(&Tensor, &Tensor, &Tensor, f32) -> Result<(Tensor, Tensor)>;
     gated(&Tensor, Activation) -> Result<Tensor>;
-    split_append(&Tensor, &HeadSplit, Option<&RotaryTable>, Option<TemperaturePlan>, &LayerKv) -> Result<Tensor>;
+    add(&Tensor, &Tensor, Option<&Tensor>) -> Result<Tensor>;
+    split_append(&Tensor, &Heads<'_>, &LayerKv) -> Result<Tensor>;
     attend(&Tensor, &Attend, &Tensor, &Tensor) -> Result<Tensor>;
-    append(&Tensor, &LayerKv) -> Result<()>;
+    latent(&Tensor, &Tensor, &RmsNorm, &Tensor, &RotaryTable, &LayerKv) -> Result<Tensor>;
+    latent_values(&Tensor, &Tensor) -> Result<Tensor>;
     short_conv(&Tensor, &Tensor, Option<&Tensor>, &LayerKv) -> Result<Tensor>;
-    route(&Tensor, DType, &RouterPlan, &RouterExtras, usize) -> Result<(Tensor, Tensor)>;
+    route(&Tensor, DType, &RouterPlan, &OnDevice, usize) -> Result<(Tensor, Tensor)>;
 }

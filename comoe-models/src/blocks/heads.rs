@@ -5,7 +5,6 @@ use candle_core::{CpuStorage, CustomOp1, DType, Device, Layout, Result, Shape, T
 use super::cpu;
 use super::norm::norm_row;
 use super::rope::{Angles, RotaryTable};
-use super::step::Step;
 use crate::arch::{AttentionPlan, QkNormKind};
 
 /// Takes the projections apart into heads, norms and rotates those of q and k.
@@ -103,7 +102,7 @@ impl HeadSplit {
             }
             t = normed(t, norm, !self.norm_after_rope)?;
             if let Some(rope) = rope {
-                t = rope.rotate(&t, &rope.rows(Step::At(position), tokens)?)?;
+                t = rope.rotate(&t, position)?;
             }
             normed(t, norm, self.norm_after_rope)?.contiguous()
         };

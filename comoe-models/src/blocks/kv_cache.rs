@@ -87,24 +87,22 @@ impl KvCache {
         &self.layers
     }
 
-    /// The position in the device's memory, `[1]` U32, made to hold the number of tokens when everything enqueued so
-    /// far is done.
-    pub(crate) fn place(&mut self) -> Result<Tensor> {
+    /// The position in the device's memory, `[1]` U32, made to hold `position` when everything enqueued so far is done.
+    pub(crate) fn place(&mut self, position: usize) -> Result<Tensor> {
         let Some(place) = &mut self.place else {
             return Err(candle_core::Error::msg("a KV cache of the CPU has its position on the host").into());
         };
-        if place.holds != Some(self.len) {
-            let len = Tensor::new(&[self.len as u32], place.buffer.device())?;
-            place.buffer.slice_set(&len, 0, 0)?;
-            place.holds = Some(self.len);
+        if place.holds != Some(position) {
+            let now = Tensor::new(&[position as u32], place.buffer.device())?;
+            place.buffer.slice_set(&now, 0, 0)?;
+            place.holds = Some(position);
         }
         Ok(place.buffer.clone())
     }
 
-    /// Counts `tokens` that an enqueued step will have written, and by which it moves the position itself.
+    /// What was enqueued moves the position to the end of the sequence itself.
     #[cfg(feature = "cuda")]
-    pub(crate) fn advance_on_device(&mut self, tokens: usize) {
-        self.len += tokens;
+    pub(crate) fn place_moved(&mut self) {
         if let Some(place) = &mut self.place {
             place.holds = Some(self.len);
         }

@@ -23,7 +23,7 @@ pub struct LatentAttention {
     latent_norm: RmsNorm,
     /// `[heads, nope_dim, latent]`
     to_keys: Tensor,
-    /// `[heads, latent, value_dim]`
+    /// `[heads, value_dim, latent]`
     to_values: Tensor,
     out: Linear,
     attend: Attend,
@@ -70,7 +70,7 @@ impl LatentAttention {
         let LatentWeights { query, compress, latent_norm, expand, out } = weights;
         let expand = expand.reshape((plan.heads, plan.nope_dim + plan.value_dim, plan.latent))?;
         let to_keys = expand.narrow(1, 0, plan.nope_dim)?.contiguous()?;
-        let to_values = expand.narrow(1, plan.nope_dim, plan.value_dim)?.contiguous()?.t()?;
+        let to_values = expand.narrow(1, plan.nope_dim, plan.value_dim)?.contiguous()?;
         let latent_norm = RmsNorm::new(latent_norm, plan.norm_eps);
         let attend = Attend::new(plan.scale, Mask::Causal, None)?;
         Ok(Self { query, compress, latent_norm, to_keys, to_values, out, attend, plan: plan.clone() })
@@ -89,30 +89,28 @@ impl LatentAttention {
                 expand.forward(&norm.forward(&compress.forward(x, step)?, step)?, step)?
             }
         };
-        let q = q.reshape((tokens, heads, nope_dim + rope_dim))?.transpose(0, 1)?;
-        let rows = rope.rows(step, tokens)?;
-        let q_latent = q.narrow(2, 0, nope_dim)?.contiguous()?.matmul(&self.to_keys)?;
-        let q_rope = rope.rotate(&q.narrow(2, nope_dim, rope_dim)?, &rows)?;
-        let q = Tensor::cat(&[q_latent, q_rope], 2)?;
-
         let compressed = self.compress.forward(x, step)?;
-        let latents = self.latent_norm.forward(&compressed.narrow(1, 0, latent)?.contiguous()?, step)?;
-        let k_rope = rope.rotate(&compressed.narrow(1, latent, rope_dim)?.unsqueeze(0)?, &rows)?;
-        let k = Tensor::cat(&[latents.unsqueeze(0)?, k_rope], 2)?;
-
-        let seen = match step {
-            Step::At(position) => {
-                let k = kv.append_key(position, &k)?;
-                self.attend.forward(&q, &k, &k.narrow(2, 0, latent)?, position)?
-            }
+        let position = match step {
+            Step::At(position) => position,
             Step::Fused(fused) => {
-                fused.append(&k, kv)?;
-                let q = q.transpose(0, 1)?.contiguous()?;
-                fused.attend(&q, &self.attend, kv.keys(), &kv.keys().narrow(2, 0, latent)?)?
+                let q = fused.latent(&q, &compressed, &self.latent_norm, &self.to_keys, rope, kv)?;
+                let values = kv.keys().narrow(2, 0, latent)?;
+                let seen = fused.attend(&q, &self.attend, kv.keys(), &values)?;
+                return self.out.forward(&fused.latent_values(&seen, &self.to_values)?, step);
             }
         };
+        let q = q.reshape((tokens, heads, nope_dim + rope_dim))?.transpose(0, 1)?;
+        let q_latent = q.narrow(2, 0, nope_dim)?.contiguous()?.matmul(&self.to_keys)?;
+        let q_rope = rope.rotate(&q.narrow(2, nope_dim, rope_dim)?, position)?;
+        let q = Tensor::cat(&[q_latent, q_rope], 2)?;
+
+        let latents = self.latent_norm.forward(&compressed.narrow(1, 0, latent)?.contiguous()?, step)?;
+        let k_rope = rope.rotate(&compressed.narrow(1, latent, rope_dim)?.unsqueeze(0)?, position)?;
+        let k = kv.append_key(position, &Tensor::cat(&[latents.unsqueeze(0)?, k_rope], 2)?)?;
+
+        let seen = self.attend.forward(&q, &k, &k.narrow(2, 0, latent)?, position)?;
         let seen = seen.reshape((tokens, heads, latent))?.transpose(0, 1)?.contiguous()?;
-        let values = seen.matmul(&self.to_values)?.transpose(0, 1)?;
+        let values = seen.matmul(&self.to_values.t()?)?.transpose(0, 1)?;
         self.out.forward(&values.reshape((tokens, heads * value_dim))?, step)
     }
 }

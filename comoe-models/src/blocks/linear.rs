@@ -1,6 +1,6 @@
 //! A projection `y = x Wᵀ + b`.
 
-use candle_core::{Result, Tensor};
+use candle_core::{Device, Result, Tensor};
 
 use super::step::Step;
 
@@ -20,6 +20,11 @@ impl Linear {
     /// When the weight is not a matrix.
     pub fn new(weight: &Tensor, bias: Option<Tensor>) -> Result<Self> {
         Ok(Self { weight: weight.clone(), transposed: weight.t()?, bias })
+    }
+
+    /// Where the weight is.
+    pub fn device(&self) -> &Device {
+        self.weight.device()
     }
 
     /// `x [tokens, in]` to `[tokens, out]`.

@@ -68,16 +68,24 @@ impl Moe {
         };
         Ok(match &self.shared {
             Shared::None => routed(x, x)?,
-            Shared::Mlp(ffn) => (routed(x, x)? + ffn.forward(x, step)?)?,
+            Shared::Mlp(ffn) => add(&routed(x, x)?, &ffn.forward(x, step)?, None, step)?,
             Shared::Gated(ffn, gate) => {
-                let gate = candle_nn::ops::sigmoid(&gate.forward(x, step)?)?;
-                (routed(x, x)? + ffn.forward(x, step)?.broadcast_mul(&gate)?)?
+                add(&routed(x, x)?, &ffn.forward(x, step)?, Some(&gate.forward(x, step)?), step)?
             }
             Shared::Parallel(p) => {
                 let dense = p.post.forward(&p.ffn.forward(x, step)?, step)?;
                 let routed = routed(residual, &p.experts_pre.forward(residual, step)?)?;
-                (dense + p.experts_post.forward(&routed, step)?)?
+                add(&dense, &p.experts_post.forward(&routed, step)?, None, step)?
             }
         })
+    }
+}
+
+/// `x + y`, or `x + sigmoid(gate) y` with `gate [tokens, 1]`.
+fn add(x: &Tensor, y: &Tensor, gate: Option<&Tensor>, step: Step<'_>) -> candle_core::Result<Tensor> {
+    match (step, gate) {
+        (Step::Fused(fused), gate) => fused.add(x, y, gate),
+        (Step::At(_), None) => x + y,
+        (Step::At(_), Some(gate)) => x + y.broadcast_mul(&candle_nn::ops::sigmoid(gate)?)?,
     }
 }

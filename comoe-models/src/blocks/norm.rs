@@ -31,6 +31,9 @@ impl Norm {
         match self {
             Self::Rms(norm) => norm.forward(x, step),
             Self::Layer { weight, bias, eps } => {
+                if let Step::Fused(fused) = step {
+                    return fused.layer_norm(x, weight, bias, *eps);
+                }
                 candle_nn::ops::layer_norm(&x.contiguous()?, weight, bias, *eps)
             }
         }
@@ -54,8 +57,8 @@ impl Norm {
 /// `weight * x / sqrt(mean(x²) + eps)` over the last dimension.
 #[derive(Debug, Clone)]
 pub struct RmsNorm {
-    weight: Tensor,
-    eps: f32,
+    pub(super) weight: Tensor,
+    pub(super) eps: f32,
 }
 
 impl RmsNorm {

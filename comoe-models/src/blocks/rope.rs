@@ -4,7 +4,6 @@ use std::f64::consts::PI;
 
 use candle_core::{DType, Device, Result, Tensor};
 
-use super::step::Step;
 use crate::arch::{Pairing, RopePlan, RopeScaling};
 
 /// Cosines and sines for positions `0..context` and the `dim / 2` pairs of a head.
@@ -50,33 +49,18 @@ impl RotaryTable {
         Some(Angles { cos: cos.get(range.clone())?, sin: sin.get(range)?, half, pairing: self.pairing })
     }
 
-    /// Cosines and sines of a step's `tokens` positions, `[tokens, dim / 2]` each.
+    /// Rotates the first `dim` elements of the rows of `x [heads, tokens, width]`, which begin at `position`.
     ///
     /// # Errors
     /// Those of candle.
-    pub(super) fn rows(&self, step: Step<'_>, tokens: usize) -> Result<[Tensor; 2]> {
-        match step {
-            Step::At(position) => {
-                Ok([self.cos.narrow(0, position, tokens)?, self.sin.narrow(0, position, tokens)?])
-            }
-            Step::Fused(fused) => {
-                let at = fused.positions(tokens)?;
-                Ok([self.cos.index_select(&at, 0)?, self.sin.index_select(&at, 0)?])
-            }
-        }
-    }
-
-    /// Rotates the first `dim` elements of the rows of `x [heads, tokens, width]` by these [`rows`](Self::rows).
-    ///
-    /// # Errors
-    /// Those of candle.
-    pub(super) fn rotate(&self, x: &Tensor, [cos, sin]: &[Tensor; 2]) -> Result<Tensor> {
-        let width = x.dim(2)?;
+    pub(super) fn rotate(&self, x: &Tensor, position: usize) -> Result<Tensor> {
+        let (_, tokens, width) = x.dims3()?;
+        let (cos, sin) = (self.cos.narrow(0, position, tokens)?, self.sin.narrow(0, position, tokens)?);
         let turn = |x: &Tensor| -> Result<Tensor> {
             let x = x.contiguous()?.unsqueeze(0)?;
             let turned = match self.pairing {
-                Pairing::Halves => candle_nn::rotary_emb::rope(&x, cos, sin)?,
-                Pairing::Neighbours => candle_nn::rotary_emb::rope_i(&x, cos, sin)?,
+                Pairing::Halves => candle_nn::rotary_emb::rope(&x, &cos, &sin)?,
+                Pairing::Neighbours => candle_nn::rotary_emb::rope_i(&x, &cos, &sin)?,
             };
             turned.squeeze(0)
         };
@@ -184,7 +168,7 @@ mod tests {
         for (dim, pairing) in [(12, Pairing::Halves), (8, Pairing::Halves), (8, Pairing::Neighbours)] {
             let table = RotaryTable::new(&RopePlan { pairing, ..rope(dim) }, 20, DType::F32, &Device::Cpu);
             let table = table.unwrap();
-            let want = table.rotate(&x, &table.rows(Step::At(9), 5).unwrap()).unwrap();
+            let want = table.rotate(&x, 9).unwrap();
             let angles = table.host_rows(9, 5).unwrap();
             let mut rows = x.flatten_all().unwrap().to_vec1::<f32>().unwrap();
             rows.chunks_exact_mut(12).enumerate().for_each(|(i, row)| angles.rotate(i % 5, row));
