@@ -70,6 +70,12 @@ impl KvCache {
         self.len = self.len.min(len);
     }
 
+    /// All that layers keep, `[heads, capacity, width]` each, first layer first. For tests that look into it.
+    #[doc(hidden)]
+    pub fn tensors(&self) -> impl Iterator<Item = &Tensor> {
+        self.layers.iter().flat_map(|l| std::iter::once(&l.k).chain(&l.v))
+    }
+
     /// Checks that `tokens` more fit.
     pub(crate) fn reserve(&self, tokens: usize) -> Result<()> {
         if tokens > self.capacity - self.len {
