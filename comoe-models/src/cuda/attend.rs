@@ -119,7 +119,7 @@ impl Shape {
 }
 
 /// By the cache's format (F32, BF16, F16, INT8) and [`SHAPES`].
-pub struct AttendKernels {
+pub(super) struct AttendKernels {
     pieces: Vec<Vec<CudaFunction>>,
     combine: CudaFunction,
 }

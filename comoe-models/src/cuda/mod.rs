@@ -19,7 +19,7 @@ use comoe_core::{Error, Result};
 use cudarc::driver::{CudaContext, CudaFunction, CudaModule, CudaStream, DriverError, LaunchConfig, sys};
 use cudarc::nvrtc::Ptx;
 
-pub use self::attend::{AttendArgs, AttendKernels};
+pub use self::attend::AttendArgs;
 pub use self::embed::{AdvanceArgs, EmbedArgs};
 pub use self::gate::{AddGatedArgs, GateArgs};
 pub use self::gemv::{GemvArgs, GemvWeight};
@@ -56,7 +56,7 @@ pub struct DecodeKernels {
     norm: CudaFunction,
     gemv: gemv::GemvKernels,
     heads: CudaFunction,
-    attend: AttendKernels,
+    attend: attend::AttendKernels,
     route: CudaFunction,
     embed: CudaFunction,
     advance: CudaFunction,
@@ -101,7 +101,7 @@ impl DecodeKernels {
             norm: module.load_function("add_norm")?,
             gemv: gemv::GemvKernels::load(&module)?,
             heads: module.load_function("split_norm_rope_append")?,
-            attend: AttendKernels::load(&module, shared_limit)?,
+            attend: attend::AttendKernels::load(&module, shared_limit)?,
             route: module.load_function("route")?,
             embed: module.load_function("embed")?,
             advance: module.load_function("advance")?,
