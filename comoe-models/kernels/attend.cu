@@ -98,8 +98,8 @@ __device__ __forceinline__ void attend(const AttendArgs& a) {
     constexpr int kAtOnce = 32 / L, kTurns = kKeys / kAtOnce, kWidth = L * C * 8;
     // Everything in registers before the first use, where it fits.
     constexpr int kHeld = C * Eight<F>::kWords * kTurns <= 32 ? kTurns : 1;
-    extern __shared__ float4 dynamic[];
-    float* sums = reinterpret_cast<float*>(dynamic);  // [kAttendWarps][G][kWidth]
+    extern __shared__ float4 piece_shared[];
+    float* sums = reinterpret_cast<float*>(piece_shared);  // [kAttendWarps][G][kWidth]
     __shared__ __align__(16) float scores[kPiece][G];
     const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32, part = lane / L, column = lane % L;
     const uint32_t group = a.heads / a.kv_heads, blocks = (group + G - 1) / G;

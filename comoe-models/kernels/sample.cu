@@ -213,11 +213,11 @@ struct Sampling {
 };
 
 extern "C" __global__ void __launch_bounds__(kSampleThreads) sample(const __grid_constant__ SampleArgs a) {
-    extern __shared__ unsigned long long dynamic[];
+    extern __shared__ unsigned long long sample_shared[];
     __shared__ unsigned long long reduced[kSampleThreads / 32];
     __shared__ uint32_t reduced_broken[kSampleThreads / 32], last;
     // Shared memory: bins, then weights where stored, values, and one bit an id.
-    unsigned long long* weights = dynamic + kBins;
+    unsigned long long* weights = sample_shared + kBins;
     float* values = reinterpret_cast<float*>(weights + (a.stored ? a.chunk : 0));
     uint32_t* occurred = reinterpret_cast<uint32_t*>(values + a.chunk);
     const uint32_t first = min(a.vocab, blockIdx.x * a.chunk), count = min(a.chunk, a.vocab - first);
@@ -267,7 +267,7 @@ extern "C" __global__ void __launch_bounds__(kSampleThreads) sample(const __grid
         atomicMax(&a.scratch->best, best);
         if (broken) atomicMax(&a.scratch->broken, broken);
     }
-    Sampling s{a, values, weights, dynamic, first, count, 0, 0.f, 0, 0, kAll, 0};
+    Sampling s{a, values, weights, sample_shared, first, count, 0, 0.f, 0, 0, kAll, 0};
     s.meet();
     best = __ldcg(&a.scratch->best);
     broken = __ldcg(&a.scratch->broken);
