@@ -28,21 +28,20 @@ static_assert(sizeof(RouteArgs) == 96, "mirrored structs");
 __device__ __forceinline__ uint32_t best_of(const float* key, uint32_t n, uint32_t lane, float& best) {
     best = -INFINITY;
     uint32_t id = kAll;
+#pragma unroll 4
     for (uint32_t e = lane; e < n; e += 32) {
-        if (key[e] > best || (id == kAll && key[e] == best)) {
-            best = key[e];
+        const float v = key[e];
+        if (v > best || (id == kAll && v == best)) {
+            best = v;
             id = e;
         }
     }
-#pragma unroll
-    for (int o = 16; o; o /= 2) {
-        const float other = __shfl_xor_sync(kAll, best, o);
-        const uint32_t other_id = __shfl_xor_sync(kAll, id, o);
-        if (other > best || (other == best && other_id < id)) {
-            best = other;
-            id = other_id;
-        }
-    }
+    // Numbers whose order is that of floats; -0 counts as 0, and what has nothing is below all.
+    const uint32_t bits = __float_as_uint(best + 0.f);
+    const uint32_t rank = id == kAll ? 0 : bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+    const uint32_t top = __reduce_max_sync(kAll, rank);
+    id = __reduce_min_sync(kAll, rank == top ? id : kAll);
+    best = __uint_as_float(top & 0x80000000u ? top & 0x7fffffffu : ~top);
     return id;
 }
 

@@ -107,7 +107,7 @@ impl DecodeKernels {
             advance: module.load_function("advance")?,
             gate: module.load_function("gate")?,
             add_gated: module.load_function("add_gated")?,
-            sample: with_shared(&module, "sample", shared_limit)?,
+            sample: with_shared(&module, "sample", shared_limit - sample::STATIC_SHARED as i32)?,
         })
     }
 
@@ -130,7 +130,9 @@ impl DecodeKernels {
         attribute.id = sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
         attribute.value.programmaticStreamSerializationAllowed = 1;
         // SAFETY: the caller keeps this function's contract.
-        unsafe { self.launch_with(what, stream, function, config, arguments, self.early.then_some(attribute)) }
+        unsafe {
+            self.launch_with(what, stream, function, config, arguments, self.early.then_some(attribute))
+        }
     }
 
     /// The same for a kernel whose blocks wait for each other: they run all at once, or the launch fails.
@@ -193,7 +195,7 @@ impl DecodeKernels {
     }
 }
 
-/// A function that may take as much shared memory as there is.
+/// A function that may be launched with `limit` bytes of shared memory, beside what it has of its own.
 fn with_shared(
     module: &Arc<CudaModule>,
     name: &str,

@@ -148,7 +148,8 @@ fn heads_are_split_normed_rotated_and_appended() {
                     (q.read_floats(dtype), k.read(), v.read(), error.read_words()[0])
                 };
                 let (q, k, v, error) = run(&qkv, position);
-                let what = format!("case {case}: {heads}/{kv_heads} of {d}, {norm_kind:?}, {dtype:?}, int8 {int8}");
+                let what =
+                    format!("case {case}: {heads}/{kv_heads} of {d}, {norm_kind:?}, {dtype:?}, int8 {int8}");
                 assert_eq!(error, 0, "{what}");
 
                 let want = |t: usize, column: usize, which: usize| -> Vec<f64> {
@@ -351,9 +352,8 @@ impl Case {
             let row = &have[t * heads * value_width..][..heads * value_width];
             close(row, &want, tolerance(dtype), 0.05, &what);
             // Alone and with another reach: the same bits.
-            let mine: Vec<f32> = (0..heads)
-                .flat_map(|h| q[(h * tokens + t) * key_width..][..key_width].to_vec())
-                .collect();
+            let mine: Vec<f32> =
+                (0..heads).flat_map(|h| q[(h * tokens + t) * key_width..][..key_width].to_vec()).collect();
             let alone = run(&mine, position + t, position + tokens);
             assert_eq!(alone.0, row, "{what}: token {t} alone");
         }

@@ -14,7 +14,9 @@ struct Extras<'a> {
 /// What F64 says: keys that experts are chosen by, ids and weights of one token.
 fn reference(logits: &[f64], plan: &RouterPlan, extras: &Extras<'_>) -> (Vec<f64>, Vec<u32>, Vec<f64>) {
     let best = |keys: &[f64]| {
-        let better = |a: usize, b: usize| if keys[b] > keys[a] || keys[a].is_nan() && !keys[b].is_nan() { b } else { a };
+        let better = |a: usize, b: usize| {
+            if keys[b] > keys[a] || keys[a].is_nan() && !keys[b].is_nan() { b } else { a }
+        };
         (0..keys.len()).reduce(better).expect("experts")
     };
     let greatest = logits.iter().copied().fold(f64::NEG_INFINITY, f64::max);
@@ -99,15 +101,38 @@ fn routing_is_what_f64_says() {
     let plans = [
         (128, plain(8, Score::Softmax, sum), false, false),
         (60, plain(4, Score::Softmax, Normalise::No), false, false),
-        (256, RouterPlan { scale: 2.5, groups: groups(8, 4, GroupScore::BestTwo), ..plain(8, Score::Sigmoid, sum) }, true, false),
-        (160, RouterPlan { scale: 16.0, groups: groups(8, 3, GroupScore::Best), ..plain(6, Score::Softmax, Normalise::No) }, false, false),
+        (
+            256,
+            RouterPlan {
+                scale: 2.5,
+                groups: groups(8, 4, GroupScore::BestTwo),
+                ..plain(8, Score::Sigmoid, sum)
+            },
+            true,
+            false,
+        ),
+        (
+            160,
+            RouterPlan {
+                scale: 16.0,
+                groups: groups(8, 3, GroupScore::Best),
+                ..plain(6, Score::Softmax, Normalise::No)
+            },
+            false,
+            false,
+        ),
         (33, plain(33, Score::Sigmoid, Normalise::AtLeast(1e-12)), false, true),
         (16, plain(1, Score::Sigmoid, Normalise::No), false, false),
         (32, plain(4, Score::SoftmaxOfChosen, Normalise::No), false, true),
         (16, plain(2, Score::SparseMixer { tolerance: 0.01 }, Normalise::No), false, false),
         (3072, plain(2, Score::Softmax, sum), false, false),
         (1, plain(1, Score::Softmax, sum), false, false),
-        (512, RouterPlan { precision: RouterPrecision::Model, ..plain(10, Score::Softmax, sum) }, false, false),
+        (
+            512,
+            RouterPlan { precision: RouterPrecision::Model, ..plain(10, Score::Softmax, sum) },
+            false,
+            false,
+        ),
     ];
     for (case, (experts, plan, biased, scaled)) in plans.into_iter().enumerate() {
         let (tokens, dtype) = (37, [DType::F32, DType::BF16, DType::F16][case % 3]);
@@ -117,7 +142,8 @@ fn routing_is_what_f64_says() {
             .iter()
             .map(|v| (v * 32.0).round() / 8.0)
             .collect();
-        let bias: Vec<f32> = random(experts, 99, DType::F32).iter().map(|v| (v * 4.0).round() / 4.0).collect();
+        let bias: Vec<f32> =
+            random(experts, 99, DType::F32).iter().map(|v| (v * 4.0).round() / 4.0).collect();
         let factors: Vec<f32> = random(experts, 98, DType::F32).iter().map(|v| v + 2.0).collect();
         // A masked expert is allowed, where others are left.
         if experts > top_k && plan.groups.is_none() {

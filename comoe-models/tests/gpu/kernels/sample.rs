@@ -84,7 +84,9 @@ fn tokens_are_those_of_the_host() {
         SamplerOptions { repetition_penalty: 1.3, repetition_window: Some(2), temperature: 0.0, ..o() },
         SamplerOptions { temperature: 1e-3, top_p: 0.5, ..o() },
     ];
-    for (vocab, dtype) in [(151_936, DType::F32), (151_936, DType::BF16), (1, DType::F32), (1_300, DType::F16)] {
+    for (vocab, dtype) in
+        [(151_936, DType::F32), (151_936, DType::BF16), (1, DType::F32), (1_300, DType::F16)]
+    {
         for (i, options) in options.iter().enumerate() {
             for shape in 0..3 {
                 let mut logits = random(vocab, 17 + i as u64, dtype);
@@ -107,7 +109,10 @@ fn tokens_are_those_of_the_host() {
                     let have = device.token(step);
                     assert_eq!(have, (want, 0), "{vocab} {dtype:?}, {options:?}, shape {shape}, step {step}");
                 }
-                assert!(device.scratch.bytes().iter().all(|b| *b == 0), "the scratch is left as it was found");
+                assert!(
+                    device.scratch.bytes().iter().all(|b| *b == 0),
+                    "the scratch is left as it was found"
+                );
             }
         }
     }
@@ -118,9 +123,7 @@ fn tokens_are_those_of_the_host() {
 fn broken_logits_are_told_and_the_next_launch_works() {
     let options = SamplerOptions { temperature: 1.0, top_p: 0.9, ..SamplerOptions::default() };
     for vocab in [3usize, 40_000] {
-        for (bad, from, error) in
-            [(f32::NAN, 1, 2), (f32::INFINITY, 2, 3), (f32::NEG_INFINITY, 0, 1)]
-        {
+        for (bad, from, error) in [(f32::NAN, 1, 2), (f32::INFINITY, 2, 3), (f32::NEG_INFINITY, 0, 1)] {
             let mut logits = random(vocab, 3, DType::F32);
             logits[from..].fill(bad);
             let mut device = Device::new(&logits, DType::F32, plain(options.clone()), &[0], 1);

@@ -7,8 +7,8 @@ use comoe_core::Activation;
 use comoe_models::SamplerOptions;
 use comoe_models::arch::{Mask, Pairing, RouterPlan};
 use comoe_models::cuda::{
-    AttendArgs, DecodeKernels, EmbedArgs, GateArgs, GemvArgs, GemvWeight, HeadNormArgs, HeadsArgs, Int8Layout,
-    KvFormat, KvRows, NormArgs, RopeArgs, RouteArgs, SampleArgs, SampleSettings,
+    AttendArgs, DecodeKernels, EmbedArgs, GateArgs, GemvArgs, GemvWeight, HeadNormArgs, HeadsArgs,
+    Int8Layout, KvFormat, KvRows, NormArgs, RopeArgs, RouteArgs, SampleArgs, SampleSettings,
 };
 use cudarc::driver::sys;
 
@@ -57,7 +57,9 @@ fn filled(bytes: usize) -> Memory {
     let slice = GPU.stream.alloc_zeros::<u8>(bytes).expect("memory");
     let memory = Memory { slice, bytes: 0 };
     // SAFETY: the memory is `bytes` long.
-    unsafe { sys::cuMemsetD8Async(memory.address(), 0x3c, bytes, GPU.stream.cu_stream()) }.result().expect("memset");
+    unsafe { sys::cuMemsetD8Async(memory.address(), 0x3c, bytes, GPU.stream.cu_stream()) }
+        .result()
+        .expect("memset");
     memory
 }
 
@@ -75,7 +77,14 @@ fn weight_bytes(outputs: usize, inputs: usize, int8: bool) -> usize {
     if int8 { Int8Layout::new(outputs, inputs).bytes } else { outputs * inputs * 2 }
 }
 
-fn gemv_args(x: &Memory, weight: GemvWeight, y: &Memory, tokens: usize, outputs: usize, inputs: usize) -> GemvArgs {
+fn gemv_args(
+    x: &Memory,
+    weight: GemvWeight,
+    y: &Memory,
+    tokens: usize,
+    outputs: usize,
+    inputs: usize,
+) -> GemvArgs {
     GemvArgs {
         x: x.address(),
         x_dtype: DTYPE,
@@ -158,11 +167,11 @@ fn dense_kernels() {
     time("route 128 top-8", LAYERS, 0, |k| {
         for _ in 0..LAYERS {
             // SAFETY: as above.
-            unsafe { k.route(&GPU.stream, &route_args(&logits, &y.address(), &weights, &error)) }.expect("route");
+            unsafe { k.route(&GPU.stream, &route_args(&logits, &y.address(), &weights, &error)) }
+                .expect("route");
         }
     });
 }
-
 
 fn route_args(logits: &Memory, ids: &u64, weights: &Memory, error: &Memory) -> RouteArgs {
     RouteArgs {
@@ -201,7 +210,14 @@ impl Caches {
         KvRows::dense(data, self.scales.address() + (2 * which) as u64, self.capacity, HEAD_DIM)
     }
 
-    fn attend(&self, layer: usize, q: &Memory, position: &Memory, out: &Memory, workspace: &Memory) -> AttendArgs {
+    fn attend(
+        &self,
+        layer: usize,
+        q: &Memory,
+        position: &Memory,
+        out: &Memory,
+        workspace: &Memory,
+    ) -> AttendArgs {
         AttendArgs {
             q: q.address(),
             dtype: DTYPE,
@@ -313,8 +329,14 @@ fn sampling() {
             ("temperature", o()),
             ("top-k 40", SamplerOptions { top_k: Some(40), ..o() }),
             ("top-p 0.9", SamplerOptions { top_p: 0.9, ..o() }),
-            ("top-k 40, top-p 0.9, min-p 0.05", SamplerOptions { top_k: Some(40), top_p: 0.9, min_p: 0.05, ..o() }),
-            ("greedy, penalty over 4001", SamplerOptions { repetition_penalty: 1.1, ..SamplerOptions::default() }),
+            (
+                "top-k 40, top-p 0.9, min-p 0.05",
+                SamplerOptions { top_k: Some(40), top_p: 0.9, min_p: 0.05, ..o() },
+            ),
+            (
+                "greedy, penalty over 4001",
+                SamplerOptions { repetition_penalty: 1.1, ..SamplerOptions::default() },
+            ),
         ] {
             let args = SampleArgs {
                 logits: logits.address(),
