@@ -92,14 +92,64 @@ struct Eight {
     }
 };
 
+// A lane's columns of G queries, all loads under way before the first is waited for.
+template <int C, int G, typename E>
+__device__ __forceinline__ void load_queries(const AttendArgs& a, uint32_t head0, uint32_t heads, uint32_t token,
+                                             uint32_t column, uint32_t lanes, float (&q)[G][C][8]) {
+    constexpr int kLoads = sizeof(E) / 2;
+    const E* from = static_cast<const E*>(a.q);
+    if (a.key_width % 8 == 0 && reinterpret_cast<uintptr_t>(from) % 16 == 0) {
+        uint4 raw[G][C][kLoads];
+#pragma unroll
+        for (int g = 0; g < G; g++) {
+            // An idle head reads the first one's row, a lane beyond the row its beginning.
+            const E* row = from + (size_t(head0 + (g < heads ? g : 0)) * a.tokens + token) * a.key_width;
+#pragma unroll
+            for (int c = 0; c < C; c++) {
+                const uint32_t col = (c * lanes + column) * 8;
+#pragma unroll
+                for (int l = 0; l < kLoads; l++) {
+                    raw[g][c][l] = reinterpret_cast<const uint4*>(row + (col < a.key_width ? col : 0))[l];
+                }
+            }
+        }
+#pragma unroll
+        for (int g = 0; g < G; g++) {
+#pragma unroll
+            for (int c = 0; c < C; c++) {
+                const bool there = g < heads && (c * lanes + column) * 8 < a.key_width;
+#pragma unroll
+                for (int i = 0; i < 8; i++) {
+                    q[g][c][i] = there ? to_float(reinterpret_cast<const E*>(raw[g][c])[i]) : 0.f;
+                }
+            }
+        }
+        return;
+    }
+#pragma unroll
+    for (int g = 0; g < G; g++) {
+#pragma unroll
+        for (int c = 0; c < C; c++) {
+#pragma unroll
+            for (int i = 0; i < 8; i++) {
+                const uint32_t col = (c * lanes + column) * 8 + i;
+                const size_t row = (size_t(head0 + g) * a.tokens + token) * a.key_width;
+                q[g][c][i] = g < heads && col < a.key_width ? to_float(from[row + col]) : 0.f;
+            }
+        }
+    }
+}
+
 // L lanes share a row, each with C pieces of 8 columns; G heads.
 template <int F, int L, int C, int G>
 __device__ __forceinline__ void attend(const AttendArgs& a) {
     constexpr int kAtOnce = 32 / L, kTurns = kKeys / kAtOnce, kWidth = L * C * 8;
     // Everything in registers before the first use, where it fits.
     constexpr int kHeld = C * Eight<F>::kWords * kTurns <= 32 ? kTurns : 1;
-    extern __shared__ float4 dynamic[];
-    float* sums = reinterpret_cast<float*>(dynamic);  // [kAttendWarps][G][kWidth]
+    // Values, too, are asked for before the keys are used, where there are registers for both.
+    constexpr bool kAhead = kHeld == kTurns && G <= 4 && C * Eight<F>::kWords * kTurns <= 16;
+    extern __shared__ float4 piece_shared[];
+    float* sums = reinterpret_cast<float*>(piece_shared);  // [kAttendWarps][G][kWidth]
     __shared__ __align__(16) float scores[kPiece][G];
     const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32, part = lane / L, column = lane % L;
     const uint32_t group = a.heads / a.kv_heads, blocks = (group + G - 1) / G;
@@ -107,6 +157,15 @@ __device__ __forceinline__ void attend(const AttendArgs& a) {
     const uint32_t heads = min(uint32_t(G), (kv + 1) * group - head0), token = blockIdx.z;
     let_next_start();
     wait_for_previous();
+    // Queries and position are asked for together.
+    float q[G][C][8];
+    if (a.dtype == DT_F32) {
+        load_queries<C, G, float>(a, head0, heads, token, column, L, q);
+    } else if (a.dtype == DT_BF16) {
+        load_queries<C, G, __nv_bfloat16>(a, head0, heads, token, column, L, q);
+    } else {
+        load_queries<C, G, __half>(a, head0, heads, token, column, L, q);
+    }
     const uint32_t position = *a.position + token;
     if (position < token || position >= a.reach) {
         if (threadIdx.x == 0) *a.error = 1 + token;
@@ -115,22 +174,6 @@ __device__ __forceinline__ void attend(const AttendArgs& a) {
     const uint32_t first = first_seen(a, position), first_piece = first / kPiece;
     const uint32_t count = position / kPiece - first_piece + 1;
     if (blockIdx.x >= count) return;
-
-    float q[G][C][8];
-#pragma unroll
-    for (int g = 0; g < G; g++) {
-        const size_t row = (size_t(head0 + g) * a.tokens + token) * a.key_width;
-#pragma unroll
-        for (int c = 0; c < C; c++) {
-            const uint32_t col = (c * L + column) * 8;
-            if (g < heads && col < a.key_width) {
-                load8(a.q, a.dtype, row + col, row + a.key_width, q[g][c]);
-            } else {
-#pragma unroll
-                for (int i = 0; i < 8; i++) q[g][c][i] = 0.f;
-            }
-        }
-    }
 
     for (uint32_t piece = blockIdx.x; piece < count; piece += gridDim.x) {
         const uint32_t key0 = (first_piece + piece) * kPiece + warp * kKeys + part;
@@ -146,10 +189,14 @@ __device__ __forceinline__ void attend(const AttendArgs& a) {
                 to[c].load(base, row + col, seen(key) ? col : kAll, keys ? a.key_width : a.value_width, a.vectors);
             }
         };
-        Eight<F> rows[kHeld][C];
+        Eight<F> rows[kHeld][C], values[kAhead ? kHeld : 1][C];
         if (kHeld == kTurns) {
 #pragma unroll
             for (int i = 0; i < kTurns; i++) fetch(rows[i % kHeld], true, i);
+        }
+        if constexpr (kAhead) {
+#pragma unroll
+            for (int i = 0; i < kTurns; i++) fetch(values[i], false, i);
         }
 #pragma unroll
         for (int turn = 0; turn < kTurns; turn++) {
@@ -190,7 +237,7 @@ __device__ __forceinline__ void attend(const AttendArgs& a) {
                 scores[key % kPiece][column / (L / G)] = s;
             }
         }
-        if (kHeld == kTurns) {
+        if (kHeld == kTurns && !kAhead) {
 #pragma unroll
             for (int i = 0; i < kTurns; i++) fetch(rows[i % kHeld], false, i);
         }
@@ -240,7 +287,11 @@ __device__ __forceinline__ void attend(const AttendArgs& a) {
 #pragma unroll
             for (int c = 0; c < C; c++) {
                 float f[8];
-                rows[turn % kHeld][c].floats(f);
+                if constexpr (kAhead) {
+                    values[turn][c].floats(f);
+                } else {
+                    rows[turn % kHeld][c].floats(f);
+                }
 #pragma unroll
                 for (int g = 0; g < G; g++) {
 #pragma unroll
@@ -323,13 +374,13 @@ extern "C" __global__ void __launch_bounds__(32 * kCombineWarps)
 
 // Up to L * C * 8 columns of keys and values.
 #define ATTEND(NAME, F, L, C, G)                                                                                     \
-    extern "C" __global__ void __launch_bounds__(32 * kAttendWarps)                                                  \
+    extern "C" __global__ void __launch_bounds__(32 * kAttendWarps, C == 1 ? 2 : 1)                                  \
         attend_##NAME##_##L##x##C##_g##G(const __grid_constant__ AttendArgs a) {                                     \
         attend<F, L, C, G>(a);                                                                                       \
     }
 #define ATTENDS(NAME, F)                                                                                             \
-    ATTEND(NAME, F, 8, 1, 8) ATTEND(NAME, F, 16, 1, 1) ATTEND(NAME, F, 16, 1, 4) ATTEND(NAME, F, 16, 1, 8)           \
-    ATTEND(NAME, F, 32, 1, 4) ATTEND(NAME, F, 32, 2, 4) ATTEND(NAME, F, 32, 3, 2)
+    ATTEND(NAME, F, 8, 1, 8) ATTEND(NAME, F, 16, 1, 1) ATTEND(NAME, F, 16, 1, 4) ATTEND(NAME, F, 32, 1, 4)           \
+    ATTEND(NAME, F, 32, 2, 4) ATTEND(NAME, F, 32, 3, 2)
 
 ATTENDS(f32, DT_F32)
 ATTENDS(bf16, DT_BF16)

@@ -123,18 +123,19 @@ __device__ __forceinline__ void gemv(const GemvArgs& a) {
     for (uint32_t base = 0; base < passes; base += a.segment) {
         const uint32_t end = min(passes, base + a.segment);
         if (base > 0) __syncthreads();  // the last segment's readers are done
-        for (uint32_t t = 0; t < tokens; t++) {
+        const uint32_t pieces = (end - base) * W::kPassCols / 8;
+#pragma unroll 4
+        for (uint32_t i = threadIdx.x; i < tokens * pieces; i += blockDim.x) {
+            const uint32_t t = T == 1 ? 0 : i / pieces, k = 8 * (T == 1 ? i : i % pieces);
             const size_t row = size_t(first + t) * a.inputs;
-            for (uint32_t k = 8 * threadIdx.x; k < (end - base) * W::kPassCols; k += 8 * blockDim.x) {
-                float v[8];
-                load8(a.x, a.x_dtype, row + base * W::kPassCols + k, row + a.inputs, v);
+            float v[8];
+            load8(a.x, a.x_dtype, row + base * W::kPassCols + k, row + a.inputs, v);
 #pragma unroll
-                for (int h = 0; h < 2; h++) {
-                    const uint32_t col = k + 4 * h, pass = col / W::kPassCols, chunk = col % W::kPassCols / W::kCols;
-                    const uint32_t quad = col % W::kCols / 4;
-                    xs[((pass * T + t) * W::kQuads + quad) * 32 + chunk] =
-                        make_float4(v[4 * h], v[4 * h + 1], v[4 * h + 2], v[4 * h + 3]);
-                }
+            for (int h = 0; h < 2; h++) {
+                const uint32_t col = k + 4 * h, pass = col / W::kPassCols, chunk = col % W::kPassCols / W::kCols;
+                const uint32_t quad = col % W::kCols / 4;
+                xs[((pass * T + t) * W::kQuads + quad) * 32 + chunk] =
+                    make_float4(v[4 * h], v[4 * h + 1], v[4 * h + 2], v[4 * h + 3]);
             }
         }
         __syncthreads();

@@ -15,34 +15,36 @@ struct RouteArgs {
     uint32_t* ids;              // [tokens, k]
     float* weights;             // [tokens, k]
     uint32_t* error;
+    const uint32_t* given;      // [rows] of k experts, row_stride apart, that are taken instead; or null
+    const uint32_t* position;   // with `given`: row (position + token - first) % rows
     uint32_t dtype, experts, k, scoring;
     float tolerance;            // of the sparse mixer, doubled
     uint32_t groups, keep, by_best_two;  // groups of 0: none
     uint32_t normalise;         // 0: no, 1: by the sum plus `eps`, 2: by the sum, at least `eps`
     float eps, scale;
     uint32_t weights_dtype;     // that weights are rounded to
+    uint32_t rows, row_stride, first, pad;
 };
-static_assert(sizeof(RouteArgs) == 96, "mirrored structs");
+static_assert(sizeof(RouteArgs) == 128, "mirrored structs");
 
 // The first of the greatest of `key`, NaNs aside; kAll where there is none.
 __device__ __forceinline__ uint32_t best_of(const float* key, uint32_t n, uint32_t lane, float& best) {
     best = -INFINITY;
     uint32_t id = kAll;
+#pragma unroll 4
     for (uint32_t e = lane; e < n; e += 32) {
-        if (key[e] > best || (id == kAll && key[e] == best)) {
-            best = key[e];
+        const float v = key[e];
+        if (v > best || (id == kAll && v == best)) {
+            best = v;
             id = e;
         }
     }
-#pragma unroll
-    for (int o = 16; o; o /= 2) {
-        const float other = __shfl_xor_sync(kAll, best, o);
-        const uint32_t other_id = __shfl_xor_sync(kAll, id, o);
-        if (other > best || (other == best && other_id < id)) {
-            best = other;
-            id = other_id;
-        }
-    }
+    // Numbers whose order is that of floats; -0 counts as 0, and what has nothing is below all.
+    const uint32_t bits = __float_as_uint(best + 0.f);
+    const uint32_t rank = id == kAll ? 0 : bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+    const uint32_t top = __reduce_max_sync(kAll, rank);
+    id = __reduce_min_sync(kAll, rank == top ? id : kAll);
+    best = __uint_as_float(top & 0x80000000u ? top & 0x7fffffffu : ~top);
     return id;
 }
 
@@ -134,7 +136,8 @@ extern "C" __global__ void __launch_bounds__(32) route(const __grid_constant__ R
         }
         __syncwarp();
         if (lane == 0) {
-            ids[j] = safe;
+            const size_t row = a.given ? (*a.position + token - a.first) % a.rows : 0;
+            ids[j] = a.given ? a.given[row * a.row_stride + j] : safe;
             chosen[j] = weight;
             key[safe] = __int_as_float(0x7fc00000);  // NaN: taken
         }

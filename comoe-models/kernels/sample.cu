@@ -50,7 +50,7 @@ struct Sampling {
     const SampleArgs& a;
     float* values;                 // [chunk]
     unsigned long long* weights;   // [chunk], where stored
-    unsigned long long* bins;      // [kBins]
+    uint32_t* parts;               // [3][kBins]: sums of 15 bits of the weights each
     uint32_t first, count;         // ids of this block
     uint32_t passes;
     float top;
@@ -90,23 +90,53 @@ struct Sampling {
                            uint64_t& in_bin) {
         __shared__ unsigned long long warp_sums[kSampleThreads / 32], found[2];
         __shared__ uint32_t found_bin;
-        for (uint32_t b = threadIdx.x; b < kBins; b += blockDim.x) bins[b] = 0;
+        for (uint32_t b = threadIdx.x; b < 3 * kBins; b += blockDim.x) parts[b] = 0;
         __syncthreads();
         if (threadIdx.x == 0) found_bin = kAll;  // nobody reads the last pass's any more
-        for (uint32_t i = threadIdx.x; i < count; i += blockDim.x) {
-            const uint32_t key = ordered(values[i]);
-            if (key < cut_key || (key == cut_key && first + i > cut_id)) continue;
-            const uint64_t w = weight(i);
-            if (w == 0 || w < least) continue;
-            const uint32_t b = f(i, key);
-            if (b < kBins) atomicAdd(bins + b, ones ? 1ull : w);
+        for (uint32_t round = 0; round < count; round += blockDim.x) {
+            const uint32_t i = round + threadIdx.x;
+            uint64_t w = 0;
+            uint32_t b = kAll;
+            if (i < count) {
+                const uint32_t key = ordered(values[i]);
+                const bool kept = key > cut_key || (key == cut_key && first + i <= cut_id);
+                if (kept) w = weight(i);
+                if (w > 0 && w >= least) b = f(i, key);
+                if (b >= kBins) w = 0;
+            }
+            // Neighbours often share a bin: one of them adds for all. (44 bits and five more for the sum of 32.)
+            const uint32_t lane = threadIdx.x % 32, some = __ballot_sync(kAll, w > 0);
+            if (some == 0) continue;
+            const uint32_t leader = __ffs(some) - 1;
+            const uint32_t leading = __shfl_sync(kAll, b, leader);
+            const bool alike = __all_sync(kAll, w == 0 || b == leading);
+            if (ones) w = w > 0;
+            if (alike) {
+                const uint32_t low = __reduce_add_sync(kAll, uint32_t(w) & 0x7fff);
+                const uint32_t middle = __reduce_add_sync(kAll, uint32_t(w >> 15) & 0x7fff);
+                const uint32_t high = __reduce_add_sync(kAll, uint32_t(w >> 30));
+                if (lane == leader) {
+                    atomicAdd(parts + b, low);
+                    if (!ones) {
+                        atomicAdd(parts + kBins + b, middle);
+                        atomicAdd(parts + 2 * kBins + b, high);
+                    }
+                }
+            } else if (w > 0) {
+                atomicAdd(parts + b, uint32_t(w) & 0x7fff);
+                if (!ones) {
+                    atomicAdd(parts + kBins + b, uint32_t(w >> 15) & 0x7fff);
+                    atomicAdd(parts + 2 * kBins + b, uint32_t(w >> 30));
+                }
+            }
         }
         __syncthreads();
         // The one that no block reads or adds to now is cleaned for the next pass.
         unsigned long long* mine = a.scratch->histogram[passes % 3];
         unsigned long long* next = a.scratch->histogram[(passes + 1) % 3];
         for (uint32_t b = threadIdx.x; b < kBins; b += blockDim.x) {
-            if (bins[b]) atomicAdd(mine + b, bins[b]);
+            const uint64_t sum = parts[b] + (uint64_t(parts[kBins + b]) << 15) + (uint64_t(parts[2 * kBins + b]) << 30);
+            if (sum) atomicAdd(mine + b, static_cast<unsigned long long>(sum));
             if (b % gridDim.x == blockIdx.x) next[b] = 0;
         }
         meet();
@@ -213,11 +243,11 @@ struct Sampling {
 };
 
 extern "C" __global__ void __launch_bounds__(kSampleThreads) sample(const __grid_constant__ SampleArgs a) {
-    extern __shared__ unsigned long long dynamic[];
+    extern __shared__ unsigned long long sample_shared[];
     __shared__ unsigned long long reduced[kSampleThreads / 32];
     __shared__ uint32_t reduced_broken[kSampleThreads / 32], last;
-    // Shared memory: bins, then weights where stored, values, and one bit an id.
-    unsigned long long* weights = dynamic + kBins;
+    // Shared memory: parts of bins, then weights where stored, values, and one bit an id.
+    unsigned long long* weights = sample_shared + kBins * 3 / 2;
     float* values = reinterpret_cast<float*>(weights + (a.stored ? a.chunk : 0));
     uint32_t* occurred = reinterpret_cast<uint32_t*>(values + a.chunk);
     const uint32_t first = min(a.vocab, blockIdx.x * a.chunk), count = min(a.chunk, a.vocab - first);
@@ -267,7 +297,7 @@ extern "C" __global__ void __launch_bounds__(kSampleThreads) sample(const __grid
         atomicMax(&a.scratch->best, best);
         if (broken) atomicMax(&a.scratch->broken, broken);
     }
-    Sampling s{a, values, weights, dynamic, first, count, 0, 0.f, 0, 0, kAll, 0};
+    Sampling s{a, values, weights, reinterpret_cast<uint32_t*>(sample_shared), first, count, 0, 0.f, 0, 0, kAll, 0};
     s.meet();
     best = __ldcg(&a.scratch->best);
     broken = __ldcg(&a.scratch->broken);

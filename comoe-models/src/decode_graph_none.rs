@@ -35,6 +35,20 @@ impl<'m> DeviceSteps<'m> {
         match self.never {}
     }
 
+    /// How long the host took to enqueue the steps replayed since [`Self::begin`].
+    pub fn launching(&self) -> std::time::Duration {
+        match self.never {}
+    }
+
+    /// Enqueues `n` steps by replaying a graph, and waits for the last.
+    ///
+    /// # Errors
+    /// None.
+    #[doc(hidden)]
+    pub fn run_blind(&mut self, _: &mut KvCache, _: usize) -> Result<bool> {
+        match self.never {}
+    }
+
     /// Nodes of the graph that was recorded last.
     pub fn nodes(&self) -> Option<usize> {
         match self.never {}

@@ -9,7 +9,7 @@ use crate::arch::{DecoderPlan, RopePlan, TensorNames};
 use crate::blocks::attention::Attention;
 use crate::blocks::conv::ShortConv;
 use crate::blocks::ffn::DenseFfn;
-use crate::blocks::fused::Fused;
+use crate::blocks::fused::{Fused, GivenRouting};
 use crate::blocks::kv_cache::{KvCache, LayerKv};
 use crate::blocks::latent::LatentAttention;
 use crate::blocks::linear::Linear;
@@ -274,6 +274,13 @@ impl Decoder {
         }
         self.experts.reset_stats();
         Ok(())
+    }
+
+    /// In steps of few tokens on a GPU, takes recorded experts in place of the routers' choice (weights stay the
+    /// routers'), so that decoding can be measured with real routing on a synthetic model. `false` where there are no
+    /// such steps.
+    pub fn give_routing(&self, given: Option<GivenRouting>) -> bool {
+        self.fused().map(|mut fused| fused.give_routing(given)).is_some()
     }
 
     /// How many of `left` tokens from `position` on go through the model at once.

@@ -22,6 +22,7 @@ use super::router::OnDevice;
 use crate::arch::{DecoderPlan, MixerPlan, RouterPlan, TemperaturePlan};
 use crate::cuda::{
     AddGatedArgs, AttendArgs, Centre, ConvArgs, DecodeKernels, EmbedArgs, GateArgs, GemvArgs, GemvWeight,
+    GivenExperts,
     HeadNormArgs, HeadsArgs, KvFormat, KvRows, LatentArgs, LatentValuesArgs, MOST_EXPERTS, MOST_TOKENS,
     NormArgs, RopeArgs, RouteArgs,
 };
@@ -41,6 +42,16 @@ pub struct Fused {
     errors: Tensor,
     /// Reaches at which a step of one token has run: all its buffers are there, and its kernels are loaded.
     ready: Vec<usize>,
+    given: Option<GivenRouting>,
+}
+
+/// Routing that is replayed in place of the routers' choice, for measuring.
+#[derive(Debug, Clone)]
+pub struct GivenRouting {
+    /// `[tokens, layers, top_k]`, U32: the experts of the model's layers.
+    pub ids: Tensor,
+    /// Position of the first token. Behind the last one it begins anew.
+    pub first: usize,
 }
 
 /// One fused step.
@@ -81,7 +92,7 @@ impl Fused {
         let kernels = DecodeKernels::load(stream.context()).map_err(|e| e.to_string())?;
         let words = plan.layers.len() + OTHER_ERRORS;
         let errors = Tensor::zeros(words, DType::U32, device).map_err(|e| e.to_string())?;
-        Ok(Some(Self { kernels, stream, arena: Arena::new(device), errors, ready: Vec::new() }))
+        Ok(Some(Self { kernels, stream, arena: Arena::new(device), errors, ready: Vec::new(), given: None }))
     }
 
     /// How far a step sees whose last token is the `len`-th: rounded up, so that many steps see as far.
@@ -98,6 +109,11 @@ impl Fused {
     pub(crate) fn step<'a>(&'a mut self, place: &'a Tensor, tokens: usize, reach: usize) -> Step<'a> {
         self.arena.turn();
         Step { fused: self, place, tokens, reach }
+    }
+
+    /// Replays routing from here on. Graphs that were recorded before do not know.
+    pub(crate) fn give_routing(&mut self, given: Option<GivenRouting>) {
+        self.given = given;
     }
 
     /// A step of one token with this reach is done.
@@ -232,6 +248,21 @@ impl Step<'_> {
             dim: table.dim,
             pairing: table.pairing,
         })
+    }
+
+    fn given(&self, layer: usize, top_k: usize) -> Result<Option<GivenExperts>> {
+        let Some(given) = &self.fused.given else { return Ok(None) };
+        let (rows, layers, k) = given.ids.dims3()?;
+        if layer >= layers || k != top_k {
+            candle_core::bail!("routing {:?} for top-{top_k} of layer {layer}", given.ids.dims());
+        }
+        Ok(Some(GivenExperts {
+            ids: self.at(&given.ids)? + 4 * (layer * k) as u64,
+            row_stride: layers * k,
+            rows,
+            first: given.first,
+            position: self.place()?,
+        }))
     }
 
     /// Rows `ids [tokens]` of `table`, times `scale`.
@@ -581,6 +612,7 @@ impl Step<'_> {
             plan: *plan,
             ids: self.at(&ids)?,
             weights: self.at(&weights)?,
+            given: self.given(layer, plan.top_k)?,
             error: self.error_word(Some(layer))?,
         };
         // SAFETY: tensors of the shapes documented, on the stream's GPU; bias and factors are `[experts]`, as loaded.

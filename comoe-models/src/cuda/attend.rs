@@ -14,7 +14,7 @@ const PIECE: usize = 64;
 const WARPS: usize = 8;
 const COMBINE_WARPS: usize = 16;
 /// Blocks for each multiprocessor, all together; more pieces are taken one after the other.
-const BLOCKS_PER_MULTIPROCESSOR: usize = 4;
+const BLOCKS_PER_MULTIPROCESSOR: usize = 2;
 
 /// Arguments of [`DecodeKernels::attend`]; addresses are device memory.
 #[derive(Debug, Clone, Copy)]
@@ -90,19 +90,11 @@ struct Shape {
 }
 
 /// Those of kernels/attend.cu.
-const SHAPES: [Shape; 7] = {
+const SHAPES: [Shape; 6] = {
     const fn shape(lanes: usize, pieces: usize, heads: usize) -> Shape {
         Shape { lanes, pieces, heads }
     }
-    [
-        shape(8, 1, 8),
-        shape(16, 1, 1),
-        shape(16, 1, 4),
-        shape(16, 1, 8),
-        shape(32, 1, 4),
-        shape(32, 2, 4),
-        shape(32, 3, 2),
-    ]
+    [shape(8, 1, 8), shape(16, 1, 1), shape(16, 1, 4), shape(32, 1, 4), shape(32, 2, 4), shape(32, 3, 2)]
 };
 
 impl Shape {
@@ -135,7 +127,8 @@ impl AttendKernels {
             let load = |s| super::with_shared(module, &name(s), shared_limit - 4096);
             SHAPES.iter().map(load).collect()
         };
-        let pieces = ["f32", "bf16", "f16", "int8"].into_iter().map(of).collect::<std::result::Result<_, _>>()?;
+        let pieces =
+            ["f32", "bf16", "f16", "int8"].into_iter().map(of).collect::<std::result::Result<_, _>>()?;
         Ok(Self { pieces, combine: module.load_function("attend_combine")? })
     }
 }
@@ -187,13 +180,19 @@ impl DecodeKernels {
     pub unsafe fn attend(&self, stream: &Arc<CudaStream>, args: &AttendArgs) -> Result<()> {
         let size = |what, n| within(what, n, 1, 1 << 30);
         if args.kv_heads == 0 || !args.heads.is_multiple_of(args.kv_heads) {
-            return bad("query heads", format!("{} are no multiple of {} key heads", args.heads, args.kv_heads));
+            return bad(
+                "query heads",
+                format!("{} are no multiple of {} key heads", args.heads, args.kv_heads),
+            );
         }
         args.k.check(args.cache)?;
         args.v.check(args.cache)?;
         let group = args.heads / args.kv_heads;
         let Some(shape) = Shape::index_for(args.key_width, args.value_width, group) else {
-            let reason = format!("expected at most 768, found keys of {} and values of {}", args.key_width, args.value_width);
+            let reason = format!(
+                "expected at most 768, found keys of {} and values of {}",
+                args.key_width, args.value_width
+            );
             return bad("width of a head", reason);
         };
         let element = args.cache.element_bytes() as u64;
@@ -262,8 +261,8 @@ mod tests {
     fn every_family_has_a_shape() {
         let shape = |key, value, group| Shape::index_for(key, value, group).map(|i| SHAPES[i]);
         let of = |lanes, pieces, heads| Some(Shape { lanes, pieces, heads });
-        assert_eq!(shape(128, 128, 8), of(16, 1, 8));
-        assert_eq!(shape(128, 128, 5), of(16, 1, 8));
+        assert_eq!(shape(128, 128, 8), of(16, 1, 4));
+        assert_eq!(shape(128, 128, 5), of(16, 1, 4));
         assert_eq!(shape(128, 128, 1), of(16, 1, 1));
         assert_eq!(shape(64, 64, 8), of(8, 1, 8));
         assert_eq!(shape(512, 512, 8), of(32, 2, 4));

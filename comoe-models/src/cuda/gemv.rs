@@ -147,7 +147,8 @@ impl DecodeKernels {
             }
             GemvWeight::Int8 { weights, scales } => {
                 if weights % 16 != 0 || scales % 2 != 0 {
-                    let reason = format!("expected multiples of 16 and 2, found {weights:#x} and {scales:#x}");
+                    let reason =
+                        format!("expected multiples of 16 and 2, found {weights:#x} and {scales:#x}");
                     return bad("addresses of an INT8 matrix", reason);
                 }
                 let layout = Int8Layout::new(args.outputs, args.inputs);

@@ -148,7 +148,10 @@ impl DecodeKernels {
         let (rope_dim, rope_rows) = match args.rope {
             None => (0, 0),
             Some(rope) if !rope.dim.is_multiple_of(2) => {
-                return bad("elements of a head that rotate", format!("expected an even number, found {}", rope.dim));
+                return bad(
+                    "elements of a head that rotate",
+                    format!("expected an even number, found {}", rope.dim),
+                );
             }
             Some(rope) => (
                 within("elements of a head that rotate", rope.dim, 2, args.head_dim)?,

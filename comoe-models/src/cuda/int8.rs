@@ -54,7 +54,8 @@ pub fn pack_int8(values: &[f32], outputs: usize, inputs: usize) -> Result<Vec<u8
     let mut packed = vec![0u8; layout.bytes];
     let (weights, scales) = packed.split_at_mut(layout.scales);
     let rows = values.chunks_exact(inputs);
-    let outs = weights.chunks_exact_mut(layout.row_bytes).zip(scales.chunks_exact_mut(layout.scale_row_bytes));
+    let outs =
+        weights.chunks_exact_mut(layout.row_bytes).zip(scales.chunks_exact_mut(layout.scale_row_bytes));
     for (r, (row, (weights, scales))) in rows.zip(outs).enumerate() {
         let groups = row.chunks(INT8_GROUP).zip(weights.chunks_mut(INT8_GROUP));
         for (g, ((group, to), scale_to)) in groups.zip(scales.as_chunks_mut::<2>().0).enumerate() {
@@ -67,7 +68,8 @@ pub fn pack_int8(values: &[f32], outputs: usize, inputs: usize) -> Result<Vec<u8
             *scale_to = scale.to_le_bytes();
             let divisor = scale.to_f32();
             for (to, v) in to.iter_mut().zip(group) {
-                let q = if divisor > 0.0 { (v / divisor).round_ties_even().clamp(-127.0, 127.0) } else { 0.0 };
+                let q =
+                    if divisor > 0.0 { (v / divisor).round_ties_even().clamp(-127.0, 127.0) } else { 0.0 };
                 *to = (q as i8).cast_unsigned();
             }
         }

@@ -29,7 +29,7 @@ pub use self::int8::{INT8_GROUP, Int8Layout, pack_int8, unpack_int8};
 pub use self::kv::{KvFormat, KvRows};
 pub use self::latent::{LatentArgs, LatentValuesArgs};
 pub use self::norm::{Centre, NormArgs};
-pub use self::route::{MOST_EXPERTS, RouteArgs};
+pub use self::route::{GivenExperts, MOST_EXPERTS, RouteArgs};
 pub use self::sample::{SampleArgs, SampleSettings};
 
 mod attend;
@@ -120,7 +120,7 @@ impl DecodeKernels {
                 module.load_function("latent_queries")?,
                 module.load_function("latent_values")?,
             ],
-            sample: with_shared(&module, "sample", shared_limit)?,
+            sample: with_shared(&module, "sample", shared_limit - sample::STATIC_SHARED as i32)?,
         })
     }
 
@@ -143,7 +143,9 @@ impl DecodeKernels {
         attribute.id = sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
         attribute.value.programmaticStreamSerializationAllowed = 1;
         // SAFETY: the caller keeps this function's contract.
-        unsafe { self.launch_with(what, stream, function, config, arguments, self.early.then_some(attribute)) }
+        unsafe {
+            self.launch_with(what, stream, function, config, arguments, self.early.then_some(attribute))
+        }
     }
 
     /// The same for a kernel whose blocks wait for each other: they run all at once, or the launch fails.
@@ -206,7 +208,7 @@ impl DecodeKernels {
     }
 }
 
-/// A function that may take as much shared memory as there is.
+/// A function that may be launched with `limit` bytes of shared memory, beside what it has of its own.
 fn with_shared(
     module: &Arc<CudaModule>,
     name: &str,

@@ -13,8 +13,8 @@ const THREADS: usize = 512;
 const BINS: usize = 2048;
 /// Ids of a block, at least, where there are more blocks than that needs.
 const LEAST_CHUNK: usize = 1024;
-/// Of kernels/sample.cu, beside what is asked for at the launch.
-const STATIC_SHARED: usize = 2048;
+/// Shared memory of kernels/sample.cu beside what is asked for at the launch, and a little more.
+pub(super) const STATIC_SHARED: usize = 2048;
 
 /// How logits become a token.
 #[derive(Debug, Clone)]
@@ -111,7 +111,7 @@ impl Cut {
         let chunk = vocab.div_ceil(multiprocessors).max(LEAST_CHUNK.min(vocab));
         let bytes = |stored: bool| {
             let weights = if stored { 8 * chunk } else { 0 };
-            8 * BINS + weights + 4 * chunk + 4 * chunk.div_ceil(32)
+            12 * BINS + weights + 4 * chunk + 4 * chunk.div_ceil(32)
         };
         let stored = [true, false].into_iter().find(|s| bytes(*s) + STATIC_SHARED <= shared_limit)?;
         Some(Self { blocks: vocab.div_ceil(chunk), chunk, stored, shared_bytes: bytes(stored) })
@@ -141,7 +141,8 @@ impl DecodeKernels {
         let vocab = within("logits", args.vocab, 1, 1 << 20)?;
         let Some(cut) = Cut::new(args.vocab, self.multiprocessors, self.shared_limit) else {
             let (n, m) = (self.multiprocessors, self.shared_limit);
-            let reason = format!("{vocab} do not fit into the shared memory of {n} multiprocessors, {m} bytes each");
+            let reason =
+                format!("{vocab} do not fit into the shared memory of {n} multiprocessors, {m} bytes each");
             return bad("logits", format!("{reason}; sample on the host"));
         };
         let least_random = if greedy { 0 } else { 1 };

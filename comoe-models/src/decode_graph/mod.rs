@@ -14,6 +14,7 @@ mod pinned;
 
 use std::collections::VecDeque;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use candle_core::{DType, Tensor};
 use cudarc::driver::{CudaEvent, CudaStream};
@@ -65,6 +66,7 @@ pub struct DeviceSteps<'m> {
     tries: usize,
     note: Option<String>,
     replayed: usize,
+    launching: Duration,
 }
 
 /// A graph, and what it is good for.
@@ -117,6 +119,7 @@ impl<'m> DeviceSteps<'m> {
             tries: 0,
             note: None,
             replayed: 0,
+            launching: Duration::ZERO,
             stream,
         }))
     }
@@ -129,6 +132,30 @@ impl<'m> DeviceSteps<'m> {
     /// Steps replayed since [`Self::begin`].
     pub fn replayed(&self) -> usize {
         self.replayed
+    }
+
+    /// How long the host took to enqueue the steps replayed since [`Self::begin`].
+    pub fn launching(&self) -> Duration {
+        self.launching
+    }
+
+    /// Enqueues `n` steps by replaying a graph, without looking at a token, and waits for the last: what a token takes
+    /// without the host. `false`, and not all are done, where that cannot be.
+    ///
+    /// # Errors
+    /// As [`Self::next`].
+    #[doc(hidden)]
+    pub fn run_blind(&mut self, kv: &mut KvCache, n: usize) -> Result<bool> {
+        self.settle();
+        for _ in 0..n {
+            if !self.launch(kv)? {
+                return Ok(false);
+            }
+            // Only the last is waited for.
+            self.under_way.drain(..self.under_way.len() - 1);
+        }
+        self.settle();
+        Ok(true)
     }
 
     /// Nodes of the graph that was recorded last.
@@ -146,6 +173,7 @@ impl<'m> DeviceSteps<'m> {
         self.settings.options = options.clone();
         self.random = SplitMix64::new(options.seed);
         (self.drawn_to, self.replayed, self.note) = (self.enqueued, 0, None);
+        self.launching = Duration::ZERO;
         if options.repetition_penalty != 1.0 && !prompt.is_empty() {
             self.history.slice_set(&Tensor::new(prompt, self.decoder.device())?, 0, 0)?;
         }
@@ -202,6 +230,7 @@ impl<'m> DeviceSteps<'m> {
 
     /// Enqueues one step more, if there is a graph for it.
     fn launch(&mut self, kv: &mut KvCache) -> Result<bool> {
+        let started = Instant::now();
         let Some(top_k) = self.decoder.top_k() else { return Ok(false) };
         let reach = Fused::reach(kv.len() + 1, kv.capacity());
         let place = kv.place(kv.len())?;
@@ -223,6 +252,7 @@ impl<'m> DeviceSteps<'m> {
         kv.advance(1);
         kv.place_moved();
         self.count()?;
+        self.launching += started.elapsed();
         Ok(true)
     }
 
