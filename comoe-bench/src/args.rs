@@ -7,7 +7,7 @@ use clap::{Args as ClapArgs, Parser, Subcommand, ValueEnum};
 use comoe_bench::decode::Part;
 use comoe_bench::{Error, Result};
 use comoe_core::backend::cuda::ResidentFormat;
-use comoe_core::{ExpertFormat, PolicyKind, Prefetch, PrefetchTrigger};
+use comoe_core::{DriverKind, ExpertFormat, PolicyKind, Prefetch, PrefetchTrigger};
 
 /// Measures CoMoE with synthetic models of real shapes: qwen3-30b-a3b, mixtral-8x7b, deepseek-v2-lite, olmoe-1b-7b,
 /// gpt-oss-20b.
@@ -100,6 +100,22 @@ pub(crate) struct DecodeArgs {
     /// One JSON object a run, instead of tables.
     #[arg(long)]
     pub(crate) json: bool,
+    /// On a GPU, run steps one by one instead of replaying them as a graph.
+    #[arg(long)]
+    pub(crate) no_graph: bool,
+    /// On a GPU, take the experts from a recorded trace (our format or CSV) in place of the routers' choice. Top-k is the
+    /// trace's; its prompt runs first, then its decoded tokens twice.
+    #[arg(long, value_name = "TRACE", conflicts_with = "no_reuse")]
+    pub(crate) replay: Option<PathBuf>,
+    /// On a GPU, take the experts that were used longest ago, so that none is found in its slot.
+    #[arg(long)]
+    pub(crate) no_reuse: bool,
+    /// On a GPU, length of the sequence in the middle of what is measured, in tokens.
+    #[arg(long, default_value_t = 512)]
+    pub(crate) length: usize,
+    /// Who schedules steps of few tokens: auto, host or device.
+    #[arg(long, default_value = "auto")]
+    pub(crate) driver: DriverKind,
 }
 
 impl DecodeArgs {

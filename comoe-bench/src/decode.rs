@@ -13,7 +13,7 @@ use comoe_core::backend::cpu::CpuBackend;
 use comoe_core::backend::cuda::ResidentFormat;
 use comoe_core::store::{Checkpoint, Naming, RecordSource};
 use comoe_core::{
-    CacheOptions, CacheStats, Capacity, CudaOptions, ExpertCache, ExpertFormat, ExpertStore, PolicyKind,
+    CacheOptions, CacheStats, Capacity, CudaOptions, DriverKind, ExpertCache, ExpertFormat, ExpertStore, PolicyKind,
     Prefetch, PrefetchTrigger,
 };
 use comoe_models::load::{ConfigFile, DenseWeights};
@@ -50,6 +50,8 @@ pub struct Decode {
     pub resident: ResidentFormat,
     /// Slots for each layer; `None`: every expert has one.
     pub slots_per_layer: Option<usize>,
+    /// Who schedules steps of few tokens.
+    pub driver: DriverKind,
     /// Who leaves.
     pub policy: PolicyKind,
     /// What is brought ahead of time.
@@ -78,6 +80,7 @@ impl Decode {
             format: ExpertFormat::INT4,
             resident: ResidentFormat::AsStored,
             slots_per_layer: None,
+            driver: DriverKind::Auto,
             policy: PolicyKind::Lru,
             prefetch: Prefetch::Off,
             trigger: PrefetchTrigger::default(),
@@ -181,19 +184,7 @@ impl Decode {
     /// # Errors
     /// For slots that do not fit, devices that cannot be used, and whatever the cache and the model report.
     pub fn run(&self, device: &Device, say: &dyn Fn(&str)) -> Result<Measured> {
-        let Self { shape, slots_per_layer, .. } = self;
-        if let Some(n) = slots_per_layer.filter(|n| !(shape.top_k..=shape.experts).contains(n)) {
-            let (least, most) = (shape.top_k, shape.experts);
-            return Err(Error::BadOption {
-                option: "--slots-per-layer",
-                value: n.to_string(),
-                expected: format!("a layer of {} uses {least} to {most}", shape.name),
-            });
-        }
-        if self.steps == 0 {
-            let expected = "at least 1 token is needed".to_owned();
-            return Err(Error::BadOption { option: "--steps", value: "0".to_owned(), expected });
-        }
+        self.check()?;
         let before = free_memory(device)?;
         let start = Instant::now();
         say("making the experts");
@@ -239,7 +230,25 @@ impl Decode {
         Ok(self.measured(&times, &stats, info, load_s, Evenness::of(&directory, &uses), memory))
     }
 
-    fn cache(&self, device: &Device) -> Result<(ExpertCache, Uses)> {
+    /// Whether sizes fit.
+    pub(crate) fn check(&self) -> Result<()> {
+        let Self { shape, slots_per_layer, .. } = self;
+        if let Some(n) = slots_per_layer.filter(|n| !(shape.top_k..=shape.experts).contains(n)) {
+            let (least, most) = (shape.top_k, shape.experts);
+            return Err(Error::BadOption {
+                option: "--slots-per-layer",
+                value: n.to_string(),
+                expected: format!("a layer of {} uses {least} to {most}", shape.name),
+            });
+        }
+        if self.steps == 0 {
+            let expected = "at least 1 token is needed".to_owned();
+            return Err(Error::BadOption { option: "--steps", value: "0".to_owned(), expected });
+        }
+        Ok(())
+    }
+
+    pub(crate) fn cache(&self, device: &Device) -> Result<(ExpertCache, Uses)> {
         let Self { shape, format, .. } = self;
         let store = match &self.store {
             Some(path) => {
@@ -277,6 +286,7 @@ impl Decode {
         let (backend, uses) = Counting::new(backend, store.directory().len());
         let options = CacheOptions {
             capacity: self.slots_per_layer.map_or(Capacity::All, |n| Capacity::Slots(n * shape.layers)),
+            driver: self.driver,
             policy: self.policy,
             prefetch: self.prefetch,
             prefetch_trigger: self.trigger,
@@ -301,6 +311,14 @@ impl Decode {
     }
 
     fn model(&self, cache: ExpertCache, device: &Device) -> Result<Running> {
+        let context = (self.warm_up[0] + self.warm_up[1] + self.steps).next_multiple_of(512);
+        let (decoder, bytes) = self.decoder(cache, device, context)?;
+        let kv = decoder.new_kv()?;
+        Ok(Running::Model { decoder: Box::new(decoder), kv, bytes })
+    }
+
+    /// The model around its experts, for sequences of `context` tokens, and the bytes of its weights and KV cache.
+    pub(crate) fn decoder(&self, cache: ExpertCache, device: &Device, context: usize) -> Result<(Decoder, u64)> {
         let config = ConfigFile::parse(Path::new("config.json"), &self.shape.config()?.to_string())?;
         let folder = tempfile::tempdir().map_err(|e| Error::io(std::env::temp_dir(), e))?;
         let made = folder.path().join("dense.safetensors");
@@ -312,7 +330,6 @@ impl Decode {
             }
         };
         let plan = arch::plan(&config)?;
-        let context = (self.warm_up[0] + self.warm_up[1] + self.steps).next_multiple_of(512);
         let kv = plan.kv_bytes_per_token(dtype(device).size_in_bytes()) * context;
         let checkpoint = Checkpoint::open(&[path])?;
         let naming = Naming::auto();
@@ -323,8 +340,7 @@ impl Decode {
         let bytes = elements * dtype(device).size_in_bytes();
         let mut weights = DenseWeights::new(&checkpoint, &naming, dtype(device), device, &|_| {})?;
         let decoder = Decoder::load(plan, &mut weights, cache, context, dtype(device), device)?;
-        let kv_cache = decoder.new_kv()?;
-        Ok(Running::Model { decoder: Box::new(decoder), kv: kv_cache, bytes: (bytes + kv) as u64 })
+        Ok((decoder, (bytes + kv) as u64))
     }
 
     #[cfg(feature = "cuda")]

@@ -81,7 +81,7 @@ pub(crate) fn open_decoder(
         naming = naming.with_stacked_layout(layout);
     }
     let store = expert_store(&plan, &checkpoint, &naming, options, progress)?;
-    let mut notes = store.notes().to_vec();
+    let notes = store.notes().to_vec();
     let top_k = plan.moe_layers().map(|(_, moe)| moe.router.top_k).max().unwrap_or(0);
     let mut weights = DenseWeights::new(&checkpoint, &naming, options.dtype, device, progress)?;
     let memory = match device {
