@@ -110,6 +110,9 @@ pub(crate) struct DecodeArgs {
     /// On a GPU, take the experts that were used longest ago, so that none is found in its slot.
     #[arg(long)]
     pub(crate) no_reuse: bool,
+    /// On a GPU, say where the time of a step goes.
+    #[arg(long)]
+    pub(crate) profile: bool,
     /// On a GPU, length of the sequence in the middle of what is measured, in tokens.
     #[arg(long, default_value_t = 512)]
     pub(crate) length: usize,

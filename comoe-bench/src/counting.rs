@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use candle_core::Tensor;
 use comoe_core::Result;
-use comoe_core::backend::{Backend, BackendInfo, Fill, Queue, SlotId, Ticket, TransferTime, Work, WorkItem};
+use comoe_core::backend::{Backend, DeviceDriver, BackendInfo, Fill, Queue, SlotId, Ticket, TransferTime, Work, WorkItem};
 use comoe_core::store::{Directory, RecordIndex};
 
 /// How often each record was used, by its number.
@@ -84,6 +84,11 @@ impl Backend for Counting {
 
     fn transfer_time(&self) -> TransferTime {
         self.inner.transfer_time()
+    }
+
+    /// Steps that the device drives are not counted: only there are their experts known.
+    fn device_driver(&mut self) -> std::result::Result<&mut dyn DeviceDriver, String> {
+        self.inner.device_driver()
     }
 }
 

@@ -16,6 +16,7 @@ use comoe_bench::steps::{Routing, Stepped, Steps};
 use comoe_bench::tiny::{self, RunMemory};
 use comoe_bench::{Error, Result, synth};
 use comoe_core::Prefetch;
+use comoe_models::PartTime;
 
 use crate::args::{Args, Ask, DecodeArgs, MemoryArgs, SynthArgs, TransferArgs};
 
@@ -142,7 +143,8 @@ fn decode_shape(args: &DecodeArgs) -> Result<()> {
                 }
                 (None, false) => (run, Routing::Model),
             };
-            let result = Steps { decode, routing, graph, length }.run(&device, &say)?;
+            let profile = args.profile;
+            let result = Steps { decode, routing, graph, length, profile }.run(&device, &say)?;
             if args.json {
                 print_json(&result)?;
             }
@@ -200,6 +202,25 @@ fn show_steps(device: &Device, runs: &[Stepped]) {
         }
     }
     println!("{table}");
+    for run in runs.iter().filter(|r| !r.parts.is_empty()) {
+        let mut table = Table::new(&["part of a step", "times", "us", "us each", "MB", "GB/s"]);
+        let each = |part: &PartTime| part.us / part.times.max(1) as f64;
+        for part in &run.parts {
+            let (mb, rate) = (part.bytes as f64 / 1e6, part.bytes as f64 / part.us / 1e3);
+            let read = part.bytes > 0;
+            table.row([
+                part.what.clone(),
+                part.times.to_string(),
+                format!("{:.1}", part.us),
+                format!("{:.2}", each(part)),
+                if read { format!("{mb:.1}") } else { String::new() },
+                if read { format!("{rate:.0}") } else { String::new() },
+            ]);
+        }
+        let us: f64 = run.parts.iter().map(|p| p.us).sum();
+        table.row(["all".into(), String::new(), format!("{us:.1}"), String::new(), String::new(), String::new()]);
+        println!("{} of {} slots, with an event behind each part:\n\n{table}", run.slots_per_layer[0], run.slots_per_layer[1]);
+    }
     let mut notes: Vec<_> = runs.iter().flat_map(|m| &m.notes).collect();
     notes.dedup();
     notes.iter().for_each(|note| println!("- {note}"));

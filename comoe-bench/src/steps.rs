@@ -13,7 +13,7 @@ use comoe_core::CacheStats;
 use comoe_core::trace::{Phase, Trace};
 use comoe_models::blocks::fused::GivenRouting;
 use comoe_models::blocks::kv_cache::KvCache;
-use comoe_models::{Decoder, DeviceSteps, Rows, SamplerOptions};
+use comoe_models::{Decoder, DeviceSteps, PartTime, Rows, SamplerOptions};
 use serde::Serialize;
 
 use crate::decode::Decode;
@@ -38,6 +38,8 @@ pub enum Routing {
     },
 }
 
+/// Tokens of a profile.
+const PROFILED: usize = 16;
 /// Tokens that run through an empty cache before the first that is measured, where no trace has a prompt.
 const SETTLE: usize = 8;
 
@@ -64,8 +66,8 @@ impl Routing {
                 ),
             });
         }
-        let of = |phase: Phase| (0..trace.tokens().len()).filter(move |t| trace_phase(&trace, *t) == phase);
-        let (prompt, decoded): (Vec<usize>, Vec<usize>) = (of(Phase::Prompt).collect(), of(Phase::Decode).collect());
+        let all = 0..trace.tokens().len();
+        let (prompt, decoded): (Vec<_>, Vec<_>) = all.partition(|t| trace.tokens()[*t].phase == Phase::Prompt);
         let mut ids = Vec::new();
         for &token in prompt.iter().chain(&decoded).chain(&decoded).chain(&decoded) {
             for layer in 0..shape.layers {
@@ -101,10 +103,6 @@ impl Routing {
     }
 }
 
-fn trace_phase(trace: &Trace, token: usize) -> Phase {
-    trace.tokens()[token].phase
-}
-
 /// A run of steps.
 #[derive(Debug, Clone)]
 pub struct Steps {
@@ -116,6 +114,8 @@ pub struct Steps {
     pub graph: bool,
     /// Length of the sequence in the middle of what is measured, in tokens.
     pub length: usize,
+    /// Whether to say where a replayed step's time goes.
+    pub profile: bool,
 }
 
 /// What a run gave.
@@ -145,6 +145,8 @@ pub struct Stepped {
     pub load_s: f64,
     /// One after the other.
     pub passes: Vec<Pass>,
+    /// Where a step's time goes, where that was asked for.
+    pub parts: Vec<PartTime>,
 }
 
 /// Tokens one after the other.
@@ -174,7 +176,7 @@ impl Steps {
     /// # Errors
     /// [`Error::BadOption`] on the CPU; for slots that do not fit, and whatever the cache and the model report.
     pub fn run(&self, device: &Device, say: &dyn Fn(&str)) -> Result<Stepped> {
-        let Self { decode, routing, graph, length } = self;
+        let Self { decode, routing, graph, length, profile } = self;
         decode.check()?;
         let start = Instant::now();
         say("making the experts");
@@ -186,7 +188,7 @@ impl Steps {
         };
         // Passes: two, and for the time without the host a third.
         let first = length.saturating_sub(prompt + pass);
-        let context = (first + prompt + 3 * pass + 2).next_multiple_of(512);
+        let context = (first + prompt + 3 * pass + PROFILED + 2).next_multiple_of(512);
         say("making the dense part");
         let (decoder, _) = decode.decoder(cache, device, context)?;
         if let Routing::Given { ids, .. } = routing {
@@ -213,6 +215,10 @@ impl Steps {
         if graph_nodes.is_some() {
             passes.push(run.blind(pass)?);
         }
+        let parts = match graph_nodes {
+            Some(_) if *profile => run.steps.profile(&mut run.kv, PROFILED)?.unwrap_or_default(),
+            _ => Vec::new(),
+        };
         let mut notes = info.notes;
         notes.extend(decoder.notes().iter().cloned());
         notes.extend(run.steps.note().map(|n| format!("no graph: {n}")));
@@ -230,6 +236,7 @@ impl Steps {
             graph_nodes,
             load_s,
             passes,
+            parts,
         })
     }
 }

@@ -16,6 +16,19 @@ pub struct DeviceSteps<'m> {
     decoder: PhantomData<&'m Decoder>,
 }
 
+/// One kind of part of a step.
+#[derive(Debug, Clone, PartialEq, serde::Serialize)]
+pub struct PartTime {
+    /// What it is.
+    pub what: String,
+    /// How often a step has it.
+    pub times: usize,
+    /// Time of all of them in a step, us.
+    pub us: f64,
+    /// Bytes of dense weights that all of them read.
+    pub bytes: u64,
+}
+
 impl<'m> DeviceSteps<'m> {
     /// `None`: this build has no kernels.
     ///
@@ -46,6 +59,14 @@ impl<'m> DeviceSteps<'m> {
     /// None.
     #[doc(hidden)]
     pub fn run_blind(&mut self, _: &mut KvCache, _: usize) -> Result<bool> {
+        match self.never {}
+    }
+
+    /// Where the time of a replayed step goes.
+    ///
+    /// # Errors
+    /// None.
+    pub fn profile(&mut self, _: &mut KvCache, _: usize) -> Result<Option<Vec<PartTime>>> {
         match self.never {}
     }
 

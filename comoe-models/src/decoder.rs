@@ -74,7 +74,7 @@ pub(crate) enum Mixer {
 /// What happens to each token.
 pub(crate) enum Ffn {
     Dense(DenseFfn),
-    Moe(Moe),
+    Moe(Box<Moe>),
 }
 
 impl Decoder {
@@ -305,21 +305,24 @@ impl Decoder {
             return Err(Error::UnknownToken { id, vocab: self.plan.vocab });
         }
         let tokens = ids.len();
-        let fused = if tokens <= Fused::MOST_TOKENS { self.fused() } else { None };
+        let fused = if Fused::takes(tokens) { self.fused() } else { None };
         let ids = Tensor::new(ids, &self.device)?;
         let logits = match fused {
             None => self.run(&ids, kv.layers(), Step::At(kv.len()), rows)?,
             Some(mut fused) => {
                 let reach = Fused::reach(kv.len() + tokens, kv.capacity());
                 let place = kv.place(kv.len())?;
-                let step = fused.step(&place, tokens, reach);
-                let logits = self.run(&ids, kv.layers(), Step::Fused(&step), rows)?;
+                let logits = fused.with_step(&place, tokens, reach, |step| {
+                    self.run(&ids, kv.layers(), Step::Fused(step), rows)
+                });
+                // All are asked, so that none tells a later caller. A router comes before the experts that it misleads.
+                let (routed, served) = (fused.check(), self.experts.flush());
+                routed?;
+                let logits = logits?;
+                served?;
                 // The buffer is used again by the next step.
                 let logits = logits.map(|l| if l.dtype() == DType::F32 { l.copy() } else { l.to_dtype(DType::F32) });
                 let logits = logits.transpose()?;
-                let (routed, served) = (fused.check(), self.experts.flush());
-                routed?;
-                served?;
                 if tokens == 1 && rows == Some(Rows::Last) {
                     fused.made_ready(reach);
                 }

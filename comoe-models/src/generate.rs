@@ -344,11 +344,11 @@ impl<'m> Session<'m> {
 
     /// Runs the token `id` and chooses the one behind it. `left` are the tokens still wanted, at least 1.
     fn next(&mut self, id: u32, left: usize, chooser: &mut Chooser<'_, 'm>) -> Result<u32> {
-        if let Chooser::Device { steps, graph: true } = chooser {
-            if let Some(next) = steps.next(&mut self.kv, left)? {
-                self.tokens.push(id);
-                return Ok(next);
-            }
+        if let Chooser::Device { steps, graph: true } = chooser
+            && let Some(next) = steps.next(&mut self.kv, left)?
+        {
+            self.tokens.push(id);
+            return Ok(next);
         }
         let logits = self.advance(&[id])?;
         chooser.choose(&logits, &mut self.kv)

@@ -5,12 +5,13 @@
 //! device: what is broken (a router's output, a position past the end) sets an error word that is looked at when a
 //! step is done.
 
+use std::cell::RefCell;
 use std::sync::Arc;
 
 use candle_core::cuda_backend::CudaStorageSlice;
 use candle_core::{DType, Device, Result, Shape, Storage, Tensor};
 use comoe_core::Activation;
-use cudarc::driver::{CudaStream, DevicePtr};
+use cudarc::driver::{CudaEvent, CudaStream, DevicePtr, sys};
 
 use super::arena::Arena;
 use super::attend::Attend;
@@ -43,6 +44,16 @@ pub struct Fused {
     /// Reaches at which a step of one token has run: all its buffers are there, and its kernels are loaded.
     ready: Vec<usize>,
     given: Option<GivenRouting>,
+    /// While a step is recorded to be timed.
+    marks: RefCell<Option<Vec<Mark>>>,
+}
+
+/// A point in a step whose time is taken: the end of a part.
+pub(crate) struct Mark {
+    pub(crate) what: String,
+    /// Weights and cache that the part reads.
+    pub(crate) bytes: usize,
+    pub(crate) event: CudaEvent,
 }
 
 /// Routing that is replayed in place of the routers' choice, for measuring.
@@ -74,8 +85,10 @@ pub(super) struct Heads<'a> {
 }
 
 impl Fused {
-    /// Tokens of a step at most.
-    pub(crate) const MOST_TOKENS: usize = MOST_TOKENS;
+    /// Whether a step may have so many tokens.
+    pub(crate) fn takes(tokens: usize) -> bool {
+        tokens <= MOST_TOKENS
+    }
 
     /// Kernels for a model; `None` on another device than a GPU. The error says why there are none for this one.
     pub(crate) fn for_plan(
@@ -92,7 +105,7 @@ impl Fused {
         let kernels = DecodeKernels::load(stream.context()).map_err(|e| e.to_string())?;
         let words = plan.layers.len() + OTHER_ERRORS;
         let errors = Tensor::zeros(words, DType::U32, device).map_err(|e| e.to_string())?;
-        Ok(Some(Self { kernels, stream, arena: Arena::new(device), errors, ready: Vec::new(), given: None }))
+        Ok(Some(Self { kernels, stream, arena: Arena::new(device), errors, ready: Vec::new(), given: None, marks: RefCell::default() }))
     }
 
     /// How far a step sees whose last token is the `len`-th: rounded up, so that many steps see as far.
@@ -105,15 +118,47 @@ impl Fused {
         self.ready.contains(&reach)
     }
 
-    /// A step of `tokens` tokens that sees no position from `reach` on. `place` is `[1]`, U32.
-    pub(crate) fn step<'a>(&'a mut self, place: &'a Tensor, tokens: usize, reach: usize) -> Step<'a> {
+    /// Runs `f` for a step of `tokens` tokens that sees no position from `reach` on. `place` is `[1]`, U32.
+    pub(crate) fn with_step<R>(
+        &mut self,
+        place: &Tensor,
+        tokens: usize,
+        reach: usize,
+        f: impl FnOnce(&Step<'_>) -> R,
+    ) -> R {
         self.arena.turn();
-        Step { fused: self, place, tokens, reach }
+        f(&Step { fused: self, place, tokens, reach })
     }
 
     /// Replays routing from here on. Graphs that were recorded before do not know.
     pub(crate) fn give_routing(&mut self, given: Option<GivenRouting>) {
         self.given = given;
+    }
+
+    /// From here on parts are marked, until [`Self::take_marks`].
+    pub(crate) fn begin_marks(&self) {
+        *self.marks.borrow_mut() = Some(Vec::new());
+    }
+
+    pub(crate) fn take_marks(&self) -> Vec<Mark> {
+        self.marks.borrow_mut().take().unwrap_or_default()
+    }
+
+    /// Ends a part, where parts are marked: an event that a graph records each time it runs.
+    pub(crate) fn mark(&self, what: &str, bytes: usize) -> Result<()> {
+        if let Some(marks) = self.marks.borrow_mut().as_mut() {
+            let timed = Some(sys::CUevent_flags::CU_EVENT_DEFAULT);
+            let event = self.stream.context().new_event(timed).map_err(candle_core::Error::wrap)?;
+            // SAFETY: both live, and the event outlives the graph: whoever took the marks has both.
+            unsafe {
+                let flags = sys::CUevent_record_flags_enum::CU_EVENT_RECORD_EXTERNAL as u32;
+                sys::cuEventRecordWithFlags(event.cu_event(), self.stream.cu_stream(), flags)
+            }
+            .result()
+            .map_err(candle_core::Error::wrap)?;
+            marks.push(Mark { what: what.to_owned(), bytes, event });
+        }
+        Ok(())
     }
 
     /// A step of one token with this reach is done.
@@ -204,6 +249,11 @@ impl Step<'_> {
         self.fused.arena.turn();
     }
 
+    /// Ends a part: see [`Fused::mark`].
+    pub(crate) fn mark(&self, what: &str, bytes: usize) -> Result<()> {
+        self.fused.mark(what, bytes)
+    }
+
     /// Room for a result with a row for each token.
     fn rows(&self, shape: impl Into<Shape>, dtype: DType) -> Result<Tensor> {
         let shape = shape.into();
@@ -282,6 +332,7 @@ impl Step<'_> {
         };
         // SAFETY: tensors of the shapes documented, on the stream's GPU; the kernel checks ids against the table.
         unsafe { self.fused.kernels.embed(&self.fused.stream, &args) }.map_err(failed)?;
+        self.mark("embedding", 0)?;
         Ok(out)
     }
 
@@ -293,6 +344,7 @@ impl Step<'_> {
         let args = GateArgs { x: from, y: to, activation, tokens, width: both / 2, dtype: x.dtype() };
         // SAFETY: tensors of the shapes documented, on the stream's GPU.
         unsafe { self.fused.kernels.gate(&self.fused.stream, &args) }.map_err(failed)?;
+        self.mark("gate", 0)?;
         Ok(y)
     }
 
@@ -314,6 +366,7 @@ impl Step<'_> {
         };
         // SAFETY: tensors of the shapes that were checked, on the stream's GPU.
         unsafe { self.fused.kernels.add_gated(&self.fused.stream, &args) }.map_err(failed)?;
+        self.mark("sum", 0)?;
         Ok(out)
     }
 
@@ -337,6 +390,10 @@ impl Step<'_> {
         };
         // SAFETY: x, W, b and y are tensors of these shapes on the stream's GPU; weights are never written.
         unsafe { self.fused.kernels.gemv(&self.fused.stream, &args) }.map_err(failed)?;
+        if self.fused.marks.borrow().is_some() {
+            let bytes = weight.elem_count() * weight.dtype().size_in_bytes();
+            self.mark(&format!("matrix {outputs} x {inputs}"), bytes)?;
+        }
         Ok(y)
     }
 
@@ -393,6 +450,7 @@ impl Step<'_> {
         };
         // SAFETY: tensors of the shapes that were checked, on the stream's GPU; weights are never written.
         unsafe { self.fused.kernels.add_norm(&self.fused.stream, &args) }.map_err(failed)?;
+        self.mark("norm", 0)?;
         Ok((sum.unwrap_or_else(|| x.clone()), normed))
     }
 
@@ -443,6 +501,7 @@ impl Step<'_> {
         // SAFETY: tensors of the shapes that were checked, on the stream's GPU; the kernel checks the position against
         // the capacity and the table's rows.
         unsafe { self.fused.kernels.split_norm_rope_append(&self.fused.stream, &args) }.map_err(failed)?;
+        self.mark("split, norm, rotate, append", 0)?;
         Ok(q)
     }
 
@@ -481,6 +540,7 @@ impl Step<'_> {
         // SAFETY: tensors of the shapes that were checked, on the stream's GPU; the cache holds every row up to the
         // last token's position, which the kernel checks against `reach`.
         unsafe { self.fused.kernels.attend(&self.fused.stream, &args) }.map_err(failed)?;
+        self.mark("attention", 0)?;
         Ok(out)
     }
 
@@ -529,6 +589,7 @@ impl Step<'_> {
             self.fused.kernels.latent_append(&self.fused.stream, &args).map_err(failed)?;
             self.fused.kernels.latent_queries(&self.fused.stream, &args).map_err(failed)?;
         }
+        self.mark("latents and queries", 0)?;
         Ok(out)
     }
 
@@ -552,6 +613,7 @@ impl Step<'_> {
         };
         // SAFETY: tensors of the shapes that were checked, on the stream's GPU.
         unsafe { self.fused.kernels.latent_values(&self.fused.stream, &args) }.map_err(failed)?;
+        self.mark("latent values", 0)?;
         Ok(out)
     }
 
@@ -586,6 +648,7 @@ impl Step<'_> {
         // SAFETY: tensors of the shapes that were checked, on the stream's GPU; the kernel checks the position against
         // the capacity.
         unsafe { self.fused.kernels.short_conv(&self.fused.stream, &args) }.map_err(failed)?;
+        self.mark("convolution", 0)?;
         Ok(out)
     }
 
@@ -617,6 +680,7 @@ impl Step<'_> {
         };
         // SAFETY: tensors of the shapes documented, on the stream's GPU; bias and factors are `[experts]`, as loaded.
         unsafe { self.fused.kernels.route(&self.fused.stream, &args) }.map_err(failed)?;
+        self.mark("routing", 0)?;
         Ok((ids, weights))
     }
 }

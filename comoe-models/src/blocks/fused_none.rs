@@ -24,6 +24,7 @@ pub enum Step<'a> {
 }
 
 /// What stands between an attention layer's projections and its attention.
+#[expect(dead_code, reason = "read by kernels")]
 pub(super) struct Heads<'a> {
     pub(super) split: &'a HeadSplit,
     pub(super) clip: Option<f64>,
@@ -41,8 +42,9 @@ pub struct GivenRouting {
 }
 
 impl Fused {
-    /// Tokens of a step at most.
-    pub(crate) const MOST_TOKENS: usize = 0;
+    pub(crate) fn takes(_: usize) -> bool {
+        false
+    }
 
     pub(crate) fn for_plan(
         _: &DecoderPlan,
@@ -52,7 +54,13 @@ impl Fused {
         Ok(None)
     }
 
-    pub(crate) fn step<'a>(&'a mut self, _: &'a Tensor, _: usize, _: usize) -> Step<'a> {
+    pub(crate) fn with_step<R>(
+        &mut self,
+        _: &Tensor,
+        _: usize,
+        _: usize,
+        _: impl FnOnce(&Step<'_>) -> R,
+    ) -> R {
         match *self {}
     }
 
@@ -74,7 +82,7 @@ impl Fused {
 }
 
 macro_rules! never {
-    ($vis:vis: $($name:ident($($arg:ty),*) -> $result:ty;)*) => {
+    ($vis:vis, $($name:ident($($arg:ty),*) -> $result:ty;)*) => {
         impl Step<'_> {
             $($vis fn $name(&self, $(_: $arg),*) -> $result {
                 match self {
@@ -85,12 +93,13 @@ macro_rules! never {
     };
 }
 
-never! { pub(crate):
+never! { pub(crate),
     next_layer() -> ();
+    mark(&str, usize) -> Result<()>;
     embed(&Tensor, &Tensor, f64) -> Result<Tensor>;
 }
 
-never! { pub(super):
+never! { pub(super),
     linear(&Tensor, &Tensor, Option<&Tensor>) -> Result<Tensor>;
     rms_norm(&Tensor, &Tensor, f32) -> Result<Tensor>;
     layer_norm(&Tensor, &Tensor, &Tensor, f32) -> Result<Tensor>;

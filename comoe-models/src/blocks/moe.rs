@@ -64,7 +64,11 @@ impl Moe {
     ) -> Result<Tensor> {
         let routed = |router_input: &Tensor, x: &Tensor| -> Result<Tensor> {
             let (ids, weights) = self.router.forward(router_input, step)?;
-            Ok(experts.layer(self.layer).forward(x, &ids, &weights)?)
+            let y = experts.layer(self.layer).forward(x, &ids, &weights)?;
+            if let Step::Fused(fused) = step {
+                fused.mark("experts", 0)?;
+            }
+            Ok(y)
         };
         Ok(match &self.shared {
             Shared::None => routed(x, x)?,

@@ -21,6 +21,7 @@ pub struct Router {
 
 /// Numbers of [`RouterExtras`] where the projection is, `[experts]` in F32.
 #[derive(Debug, Clone)]
+#[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "read by kernels"))]
 pub(super) struct OnDevice {
     pub(super) choice_bias: Option<Tensor>,
     pub(super) expert_scale: Option<Tensor>,

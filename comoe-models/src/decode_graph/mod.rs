@@ -69,6 +69,19 @@ pub struct DeviceSteps<'m> {
     launching: Duration,
 }
 
+/// One kind of part of a step.
+#[derive(Debug, Clone, PartialEq, serde::Serialize)]
+pub struct PartTime {
+    /// What it is.
+    pub what: String,
+    /// How often a step has it.
+    pub times: usize,
+    /// Time of all of them in a step, us.
+    pub us: f64,
+    /// Bytes of dense weights that all of them read.
+    pub bytes: u64,
+}
+
 /// A graph, and what it is good for.
 struct Recorded {
     graph: Captured,
@@ -156,6 +169,52 @@ impl<'m> DeviceSteps<'m> {
         }
         self.settle();
         Ok(true)
+    }
+
+    /// Where the time of a replayed step goes: `n` more steps, from a graph of their own that takes the time behind each
+    /// part. Parts of the same name are summed up, in the order of their first. The events keep kernels from being set
+    /// up ahead, so the whole is slower than without them. `None` where steps are not replayed.
+    ///
+    /// # Errors
+    /// As [`Self::next`].
+    pub fn profile(&mut self, kv: &mut KvCache, n: usize) -> Result<Option<Vec<PartTime>>> {
+        self.settle();
+        let Some(top_k) = self.decoder.top_k() else { return Ok(None) };
+        let reach = Fused::reach(kv.len() + n, kv.capacity());
+        let place = kv.place(kv.len())?;
+        if let Some(fused) = self.decoder.fused() {
+            fused.begin_marks();
+        }
+        // Not one of those that are kept.
+        let kept = std::mem::take(&mut self.graphs);
+        let recorded = self.record(kv, reach, &place, top_k);
+        let marks = self.decoder.fused().map(|fused| fused.take_marks()).unwrap_or_default();
+        let graph = std::mem::replace(&mut self.graphs, kept).pop_back();
+        let (true, Some(mut graph)) = (recorded?, graph) else { return Ok(None) };
+        let mut parts: Vec<PartTime> = Vec::new();
+        for step in 0..n {
+            self.draw()?;
+            let launched = self.decoder.experts().replay(1, top_k, || graph.graph.launch())?;
+            launched.ok_or_else(no_kernels)?.map_err(doing("replaying a step"))?;
+            kv.advance(1);
+            kv.place_moved();
+            self.count()?;
+            self.wait(kv, &graph.logits)?;
+            for pair in marks.windows(2) {
+                let ms = pair[0].event.elapsed_ms(&pair[1].event).map_err(doing("reading an event"))?;
+                let known = parts.iter().position(|p| p.what == pair[1].what);
+                let at = known.unwrap_or(parts.len());
+                if known.is_none() {
+                    parts.push(PartTime { what: pair[1].what.clone(), times: 0, us: 0.0, bytes: 0 });
+                }
+                parts[at].us += 1e3 * f64::from(ms) / n as f64;
+                if step == 0 {
+                    parts[at].times += 1;
+                    parts[at].bytes += pair[1].bytes as u64;
+                }
+            }
+        }
+        Ok(Some(parts))
     }
 
     /// Nodes of the graph that was recorded last.
@@ -284,11 +343,15 @@ impl<'m> DeviceSteps<'m> {
         }
         let mut logits = None;
         let recorded = Captured::of(&self.stream, || {
-            let step = fused.step(place, 1, reach);
-            let found = self.decoder.run(&self.input, kv.layers(), Step::Fused(&step), Some(Rows::Last))?;
+            fused.mark("begin", 0)?;
+            let found = fused.with_step(place, 1, reach, |step| {
+                self.decoder.run(&self.input, kv.layers(), Step::Fused(step), Some(Rows::Last))
+            })?;
             let found = found.ok_or(Error::EmptyPrompt)?;
             logits = Some(found.clone());
-            self.enqueue_end(&fused, &found, place)
+            self.enqueue_end(&fused, &found, place)?;
+            fused.mark("sampling", 0)?;
+            Ok(())
         });
         drop(fused);
         match (recorded, logits) {

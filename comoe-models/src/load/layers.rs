@@ -141,7 +141,7 @@ impl Builder<'_, '_> {
             FfnPlan::Dense { intermediate, activation } => {
                 Ffn::Dense(self.dense(self.plan.names.dense, *intermediate, *activation)?)
             }
-            FfnPlan::Moe(moe) => Ffn::Moe(self.moe(moe, layer)?),
+            FfnPlan::Moe(moe) => Ffn::Moe(Box::new(self.moe(moe, layer)?)),
         })
     }
 

@@ -220,13 +220,14 @@ fn answers_do_not_depend_on_the_graph() {
     let whole = answer(&mut without, &prompts()[0], &GenerateOptions { graph: false, ..asked.clone() });
     assert_eq!(cut.tokens, whole.tokens[..7]);
     let longer: Vec<u32> = prompts()[0].iter().chain(&cut.tokens).copied().collect();
-    assert_eq!(answer(&mut with, &longer, &asked).tokens[..20], whole.tokens[7..27]);
+    assert_eq!(answer(&mut with, &longer, &asked).tokens, whole.tokens[7..]);
     // To the last token that the context holds.
     let short = LoadOptions { context: Some(prompts()[0].len() + 30), ..options };
     let model = Model::load(&tiny(), &GPU, &short, &|_| {}).expect("comoe-tiny loads");
     let to_the_end = GenerateOptions { max_tokens: Some(30), ..GenerateOptions::default() };
     let full = answer(&mut model.session().expect("a session"), &prompts()[0], &to_the_end);
-    assert_eq!(full.tokens[..], whole.tokens[..full.tokens.len()]);
+    let both = full.tokens.len().min(whole.tokens.len());
+    assert_eq!(full.tokens[..both], whole.tokens[..both]);
 }
 
 #[test]
