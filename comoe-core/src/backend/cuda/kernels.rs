@@ -548,6 +548,9 @@ mod tests {
                         for cut in [one, many] {
                             assert_eq!(cut.segment % cut.warps, 0);
                             assert!(cut.segment > 0 && cut.warps <= most);
+                            // Every part before the maxima is a multiple of 16, so there is room to read
+                            // them in fours.
+                            assert_eq!(cut.shared_bytes % 16, 0, "{format} {hidden}x{intermediate} {cut:?}");
                             // 99 KiB is the least of the supported generations.
                             assert!(cut.shared_bytes <= 99 << 10, "{format} {hidden}x{intermediate} {cut:?}");
                         }
