@@ -70,7 +70,10 @@ pub(crate) struct DecodeArgs {
     /// Measure with every expert in its slot, too (also when no slots are given).
     #[arg(long)]
     pub(crate) resident: bool,
-    /// Who leaves a slot: lru, lfu or lfru.
+    /// Who drives the steps: auto, host or device.
+    #[arg(long, default_value = "auto")]
+    pub(crate) driver: DriverKind,
+    /// Who leaves a slot: auto, lru, lfu, lfru or aged.
     #[arg(long, default_value = "lru")]
     pub(crate) policy: PolicyKind,
     /// What is brought ahead of time: off or correlation.
@@ -116,9 +119,6 @@ pub(crate) struct DecodeArgs {
     /// On a GPU, length of the sequence in the middle of what is measured, in tokens.
     #[arg(long, default_value_t = 512)]
     pub(crate) length: usize,
-    /// Who schedules steps of few tokens: auto, host or device.
-    #[arg(long, default_value = "auto")]
-    pub(crate) driver: DriverKind,
 }
 
 impl DecodeArgs {

@@ -67,6 +67,7 @@ pub(crate) fn load(folder: PathBuf, args: &ModelArgs, quiet: bool) -> Result<Loa
             policy: args.policy,
             scope: args.scope,
             prefetch: args.prefetch,
+            driver: args.driver,
             ..CacheOptions::default()
         },
         format: match args.format {

@@ -62,8 +62,8 @@ extern "C" __global__ void __launch_bounds__(32) advance(const __grid_constant__
     // Whoever sees the count sees the entry.
     __threadfence_system();
     *static_cast<volatile uint32_t*>(a.sequence) = step + 1;
-    *a.step = step + 1;
     if (error) return;
+    *a.step = step + 1;
     const uint32_t position = *a.position + 1;
     *a.position = position;
     *a.input = token;

@@ -3,7 +3,7 @@
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use candle_core::{DType, Device, Tensor};
-use comoe_core::ExpertCache;
+use comoe_core::{ExpertCache, TokenOutcome};
 
 use crate::arch::{DecoderPlan, RopePlan, TensorNames};
 use crate::blocks::attention::Attention;
@@ -289,7 +289,6 @@ impl Decoder {
     }
 
     /// Most experts that a token uses in a layer.
-    #[cfg(feature = "cuda")]
     pub(crate) fn top_k(&self) -> Option<usize> {
         self.plan.moe_layers().map(|(_, moe)| moe.router.top_k).max()
     }
@@ -312,12 +311,21 @@ impl Decoder {
             Some(mut fused) => {
                 let reach = Fused::reach(kv.len() + tokens, kv.capacity());
                 let place = kv.place(kv.len())?;
-                let logits = fused.with_step(&place, tokens, reach, |step| {
-                    self.run(&ids, kv.layers(), Step::Fused(step), rows)
-                });
-                // All are asked, so that none tells a later caller. A router comes before the experts that it misleads.
-                let (routed, served) = (fused.check(), self.experts.flush());
-                routed?;
+                let mut token = self.experts.begin_token(tokens, self.top_k().unwrap_or(1))?;
+                let (logits, served) = loop {
+                    let logits = fused.with_step(&place, tokens, reach, |step| {
+                        self.run(&ids, kv.layers(), Step::Fused(step), rows)
+                    });
+                    match token.end() {
+                        // An expert was missing that is there now.
+                        Ok(TokenOutcome::Replay) => fused.forget_errors()?,
+                        Ok(TokenOutcome::Done) => break (logits, self.experts.flush()),
+                        Err(e) => break (logits, Err(e)),
+                    }
+                };
+                drop(token);
+                // A router comes before the experts that it misleads.
+                fused.check()?;
                 let logits = logits?;
                 served?;
                 // The buffer is used again by the next step.

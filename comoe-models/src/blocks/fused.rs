@@ -176,13 +176,18 @@ impl Fused {
     pub(crate) fn check(&mut self) -> crate::Result<()> {
         let words = self.errors.to_vec1::<u32>()?;
         let Some(first) = words.iter().position(|w| *w != 0) else { return Ok(()) };
-        self.errors.slice_set(&self.errors.zeros_like()?, 0, 0)?;
+        self.forget_errors()?;
         let at = words[first] as usize - 1;
         Err(match words.len() - first {
             1 => Error::BadLogits { id: at, value: f32::NAN },
             2 => candle_core::Error::msg(format!("token {at} of a step has no room in the KV cache")).into(),
             _ => Error::BadRouter { layer: first, token: at },
         })
+    }
+
+    /// Forgets what was broken: steps that do not count have run.
+    pub(crate) fn forget_errors(&self) -> Result<()> {
+        self.errors.slice_set(&self.errors.zeros_like()?, 0, 0)
     }
 
     /// Address and number of the words that [`Self::check`] looks at; the last one is the sampler's.
@@ -259,6 +264,11 @@ impl Step<'_> {
         let shape = shape.into();
         let most = shape.elem_count().div_ceil(self.tokens) * MOST_TOKENS;
         self.fused.arena.take(shape, most, dtype)
+    }
+
+    /// Room for a result like x.
+    pub(super) fn room_like(&self, x: &Tensor) -> Result<Tensor> {
+        self.rows(x.dims(), x.dtype())
     }
 
     /// Address of a contiguous tensor.

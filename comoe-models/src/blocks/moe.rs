@@ -64,10 +64,10 @@ impl Moe {
     ) -> Result<Tensor> {
         let routed = |router_input: &Tensor, x: &Tensor| -> Result<Tensor> {
             let (ids, weights) = self.router.forward(router_input, step)?;
-            let y = experts.layer(self.layer).forward(x, &ids, &weights)?;
-            if let Step::Fused(fused) = step {
-                fused.mark("experts", 0)?;
-            }
+            let experts = experts.layer(self.layer);
+            let Step::Fused(fused) = step else { return Ok(experts.forward(x, &ids, &weights)?) };
+            let y = experts.forward_to(x, &ids, &weights, &fused.room_like(x)?)?;
+            fused.mark("experts", 0)?;
             Ok(y)
         };
         Ok(match &self.shared {

@@ -121,8 +121,8 @@ impl DecodeKernels {
     }
 
     /// Enqueues the end of a step of one token: tells the host what was sampled, and makes it the next step's input, so
-    /// that steps can follow each other without the host. With an error word set, only the host is told: position and
-    /// input stay, and the steps behind it do the same again.
+    /// that steps can follow each other without the host. With an error word set, only the host is told: count, position
+    /// and input stay, and the steps behind it do the same again, into the same pair.
     ///
     /// # Errors
     /// [`comoe_core::Error::BadArgument`] for a ring without room, [`comoe_core::Error::Device`] when the launch fails.

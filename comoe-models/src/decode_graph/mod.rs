@@ -17,6 +17,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use candle_core::{DType, Tensor};
+use comoe_core::TokenOutcome;
 use cudarc::driver::{CudaEvent, CudaStream};
 
 use self::capture::{Captured, doing};
@@ -35,6 +36,8 @@ const AHEAD: usize = 2;
 const RING: usize = 4;
 /// Random numbers on the device; a power of two, so that the steps' numbers may wrap.
 const UNIFORMS: usize = 1024;
+/// Why there is no graph, when the experts' cache does not drive on the device.
+const HOST_DRIVEN: &str = "the host serves the experts (see the notes on their cache)";
 /// Graphs kept of one sequence: reaches, sampler options.
 const MOST_GRAPHS: usize = 4;
 /// Recording that failed so often fails always.
@@ -194,8 +197,13 @@ impl<'m> DeviceSteps<'m> {
         let mut parts: Vec<PartTime> = Vec::new();
         for step in 0..n {
             self.draw()?;
-            let launched = self.decoder.experts().replay(1, top_k, || graph.graph.launch())?;
-            launched.ok_or_else(no_kernels)?.map_err(doing("replaying a step"))?;
+            let mut token = self.decoder.experts().begin_token(1, top_k)?;
+            graph.graph.launch().map_err(doing("replaying a step"))?;
+            if token.end()? == TokenOutcome::Replay {
+                // Its time would be the host's.
+                return Ok(None);
+            }
+            drop(token);
             kv.advance(1);
             kv.place_moved();
             self.count()?;
@@ -299,14 +307,21 @@ impl<'m> DeviceSteps<'m> {
         self.draw()?;
         let Some(recorded) = self.graphs.back_mut() else { return Ok(false) };
         // Nobody else enqueues a fused step in between: its buffers are this one's, too.
-        let fused = self.decoder.fused();
-        match self.decoder.experts().replay(1, top_k, || recorded.graph.launch())? {
-            None => {
-                self.note = Some("experts are served by the host".to_owned());
-                return Ok(false);
-            }
-            Some(launched) => launched.map_err(doing("replaying a step"))?,
+        let fused = self.decoder.fused().ok_or_else(no_kernels)?;
+        let mut token = self.decoder.experts().begin_token(1, top_k)?;
+        if !token.is_on_device() {
+            self.note = Some(HOST_DRIVEN.to_owned());
+            return Ok(false);
         }
+        loop {
+            recorded.graph.launch().map_err(doing("replaying a step"))?;
+            match token.end()? {
+                TokenOutcome::Done => break,
+                // An expert was missing that is there now. What the run said about its NaNs is to be forgotten.
+                TokenOutcome::Replay => fused.forget_errors()?,
+            }
+        }
+        drop(token);
         drop(fused);
         kv.advance(1);
         kv.place_moved();
@@ -336,9 +351,9 @@ impl<'m> DeviceSteps<'m> {
         if !fused.is_ready(reach) {
             return Ok(false);
         }
-        let experts = self.decoder.experts();
-        if experts.replay(1, top_k, || ())?.is_none() {
-            self.note = Some("experts are served by the host".to_owned());
+        let token = self.decoder.experts().begin_token(1, top_k)?;
+        if !token.is_on_device() {
+            self.note = Some(HOST_DRIVEN.to_owned());
             return Ok(false);
         }
         let mut logits = None;
@@ -353,6 +368,7 @@ impl<'m> DeviceSteps<'m> {
             fused.mark("sampling", 0)?;
             Ok(())
         });
+        drop(token);
         drop(fused);
         match (recorded, logits) {
             (Ok(graph), Some(logits)) => {
@@ -433,6 +449,13 @@ impl<'m> DeviceSteps<'m> {
         Ok(())
     }
 
+    /// Makes the device's count of steps the host's.
+    fn tell_step(&self) {
+        let device = self.words.device();
+        // A device that fails says so to whoever uses it next.
+        let _ = Tensor::new(&[self.enqueued], device).and_then(|step| self.words.slice_set(&step, 0, 1));
+    }
+
     /// Counts a step whose end was enqueued.
     fn count(&mut self) -> Result<()> {
         let step = self.enqueued;
@@ -461,6 +484,8 @@ impl<'m> DeviceSteps<'m> {
     fn broken(&mut self, kv: &mut KvCache, logits: Option<&Tensor>) -> Option<Error> {
         self.settle();
         kv.forget_place();
+        // A broken step does not count on the device.
+        self.tell_step();
         // All are asked, so that none tells a later caller.
         let own = self.decoder.fused().map_or(Ok(()), |mut fused| fused.check());
         let served = self.decoder.experts().flush();

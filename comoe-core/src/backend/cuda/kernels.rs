@@ -22,10 +22,16 @@ mod by_value;
 mod early;
 mod one_token;
 
+pub(super) use early::launch_early;
+
 static FATBIN: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/kernels.fatbin"));
 
 /// Warps of a GEMV's block, at most.
 const MOST_WARPS: usize = 4;
+
+/// Blocks that share the rows of a record to be dequantised: enough to fill the link with one record, few enough that
+/// items to be skipped cost little.
+const DEQUANT_BLOCKS: usize = 256;
 
 /// Shared memory for x in one block of a GEMV; what is longer is cut into segments.
 const X_BYTES: usize = 40 << 10;
@@ -78,7 +84,8 @@ impl Cut {
         let segment = (X_BYTES / step_bytes / warps).clamp(1, steps.div_ceil(warps)) * warps;
         let x = tokens * parts * 2 * (segment * 8 * chunk_cols + 8);
         let scales = if m.scale_row_bytes == 0 { 0 } else { 32 * (m.scale_row_bytes + 16) };
-        let sums = warps * tokens * 32 * 4 + warps * tokens * 4;
+        // The compiler reads the maxima four at a time, also where there are fewer.
+        let sums = warps * tokens * 32 * 4 + (warps * tokens * 4).next_multiple_of(16);
         Self { warps, segment, shared_bytes: x + scales + sums }
     }
 }
@@ -172,6 +179,11 @@ impl Kernels {
             gather: function("gather")?,
             resolve: function("resolve")?,
         })
+    }
+
+    /// Whether the GPU sets up a kernel while the one before it on the stream ends.
+    pub(super) fn starts_early(&self) -> bool {
+        self.one_token.early
     }
 
     pub(super) fn resolve_function(&self) -> &CudaFunction {
@@ -465,7 +477,7 @@ impl Kernels {
         }
         let rows = 2 * args.from.gate.rows + args.from.down.rows + 1;
         let config = LaunchConfig {
-            grid_dim: (rows as u32, grid_extent("items", args.len)?, 1),
+            grid_dim: (rows.min(DEQUANT_BLOCKS) as u32, grid_extent("items", args.len)?, 1),
             block_dim: (128, 1, 1),
             shared_mem_bytes: 0,
         };
@@ -547,6 +559,9 @@ mod tests {
                         for cut in [one, many] {
                             assert_eq!(cut.segment % cut.warps, 0);
                             assert!(cut.segment > 0 && cut.warps <= most);
+                            // Every part before the maxima is a multiple of 16, so there is room to read
+                            // them in fours.
+                            assert_eq!(cut.shared_bytes % 16, 0, "{format} {hidden}x{intermediate} {cut:?}");
                             // 99 KiB is the least of the supported generations.
                             assert!(cut.shared_bytes <= 99 << 10, "{format} {hidden}x{intermediate} {cut:?}");
                         }

@@ -290,7 +290,7 @@ fn a_step_hands_over_to_the_next_and_an_error_stops_that() {
     // No room in the history: nothing is written there.
     assert_eq!(run(&args), [42, 8, 6, 6]);
     let broken = Memory::words(&[9]);
-    assert_eq!(run(&AdvanceArgs { errors: broken.address(), ..args }), [42, 8, 7, 7]);
+    assert_eq!(run(&AdvanceArgs { errors: broken.address(), ..args }), [42, 8, 6, 7]);
     let unset = u32::MAX;
     assert_eq!(history.read_words(), [unset, unset, unset, unset, unset, unset, 42, 42]);
     assert_eq!(ring.read_words(), [42, 0, 42, 0, 42, 1, 42, 0]);
