@@ -78,7 +78,8 @@ impl Cut {
         let segment = (X_BYTES / step_bytes / warps).clamp(1, steps.div_ceil(warps)) * warps;
         let x = tokens * parts * 2 * (segment * 8 * chunk_cols + 8);
         let scales = if m.scale_row_bytes == 0 { 0 } else { 32 * (m.scale_row_bytes + 16) };
-        let sums = warps * tokens * 32 * 4 + warps * tokens * 4;
+        // The compiler reads the maxima four at a time, also where there are fewer.
+        let sums = warps * tokens * 32 * 4 + (warps * tokens * 4).next_multiple_of(16);
         Self { warps, segment, shared_bytes: x + scales + sums }
     }
 }
@@ -547,6 +548,9 @@ mod tests {
                         for cut in [one, many] {
                             assert_eq!(cut.segment % cut.warps, 0);
                             assert!(cut.segment > 0 && cut.warps <= most);
+                            // Every part before the maxima is a multiple of 16, so there is room to read
+                            // them in fours.
+                            assert_eq!(cut.shared_bytes % 16, 0, "{format} {hidden}x{intermediate} {cut:?}");
                             // 99 KiB is the least of the supported generations.
                             assert!(cut.shared_bytes <= 99 << 10, "{format} {hidden}x{intermediate} {cut:?}");
                         }
