@@ -203,7 +203,7 @@ fn heads_are_split_normed_rotated_and_appended() {
                         ] {
                             let largest = want.iter().fold(0f64, |m, v| m.max(v.abs()));
                             let steps = if int8 { largest / 127.0 * 0.6 } else { 0.0 };
-                            let off = (2.0 * tolerance(dtype) + steps);
+                            let off = 2.0 * tolerance(dtype) + steps;
                             close(have, &want, off, 1.0, &what);
                         }
                     }
