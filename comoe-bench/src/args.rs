@@ -116,7 +116,7 @@ pub(crate) struct DecodeArgs {
     /// On a GPU, say where the time of a step goes.
     #[arg(long)]
     pub(crate) profile: bool,
-    /// On a GPU, length of the sequence in the middle of what is measured, in tokens.
+    /// On a GPU, length of the sequence where what is measured begins, in tokens.
     #[arg(long, default_value_t = 512)]
     pub(crate) length: usize,
 }

@@ -112,7 +112,7 @@ pub struct Steps {
     pub routing: Routing,
     /// Whether the step is replayed as a graph.
     pub graph: bool,
-    /// Length of the sequence in the middle of what is measured, in tokens.
+    /// Length of the sequence where what is measured begins, in tokens.
     pub length: usize,
     /// Whether to say where a replayed step's time goes.
     pub profile: bool,
@@ -137,7 +137,7 @@ pub struct Stepped {
     pub slots_per_layer: [usize; 2],
     /// Who chose the experts.
     pub routing: String,
-    /// Length of the sequence in the middle of what was measured.
+    /// Length of the sequence where what was measured began.
     pub length: usize,
     /// Nodes of the graph; `None`: the step was not replayed.
     pub graph_nodes: Option<usize>,
@@ -186,8 +186,8 @@ impl Steps {
             Routing::Model => (SETTLE, decode.steps),
             Routing::Given { prompt, pass, .. } => (*prompt, *pass),
         };
-        // Passes: two, and for the time without the host a third.
-        let first = length.saturating_sub(prompt + pass);
+        // Two passes, and for the time without the host a third.
+        let first = length.saturating_sub(prompt);
         let context = (first + prompt + 3 * pass + PROFILED + 2).next_multiple_of(512);
         say("making the dense part");
         let (decoder, _) = decode.decoder(cache, device, context)?;

@@ -3,6 +3,7 @@
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use candle_core::{DType, Device, Tensor};
+use comoe_core::backend::MOST_DEVICE_TOKENS;
 use comoe_core::{ExpertCache, TokenOutcome};
 
 use crate::arch::{DecoderPlan, RopePlan, TensorNames};
@@ -259,16 +260,17 @@ impl Decoder {
         }
     }
 
-    /// Runs two steps of made-up tokens, so that a GPU's kernels are compiled and loaded before the first answer: once
+    /// Runs a prompt and a step of made-up tokens, so that a GPU's kernels are compiled and loaded before the first answer: once
     /// per driver that takes tens of seconds. The cache's counters start anew.
     ///
     /// # Errors
     /// As [`Self::forward`].
     pub fn warm_up(&self) -> Result<()> {
         let mut kv = self.new_kv()?;
-        let prompt = [0; 2];
+        // More than a fused step takes.
+        let prompt = [0; 2 * MOST_DEVICE_TOKENS];
         let prompt = &prompt[..prompt.len().min(self.context)];
-        self.forward(prompt, &mut kv, Rows::All)?.to_vec2::<f32>()?;
+        self.forward(prompt, &mut kv, Rows::Last)?.to_vec2::<f32>()?;
         if kv.len() < self.context {
             self.forward(&[0], &mut kv, Rows::Last)?.to_vec2::<f32>()?;
         }

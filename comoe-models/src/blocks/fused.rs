@@ -545,7 +545,13 @@ impl Step<'_> {
             workspace: 0,
             error: self.error_word(None)?,
         };
-        let workspace = self.rows(args.workspace_bytes().div_ceil(4), DType::F32)?;
+        let words = args.workspace_bytes().div_ceil(4);
+        let workspace = match tokens {
+            1 => self.fused.arena.take(words, words, DType::F32)?,
+            // Of many tokens it is large, and no graph holds it.
+            // SAFETY: the kernels write what they read of it.
+            _ => unsafe { Tensor::empty(words, DType::F32, q.device()) }?,
+        };
         args.workspace = self.at(&workspace)?;
         // SAFETY: tensors of the shapes that were checked, on the stream's GPU; the cache holds every row up to the
         // last token's position, which the kernel checks against `reach`.
