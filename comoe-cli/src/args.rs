@@ -18,7 +18,12 @@ Exit codes: 0 done, 1 failed (also when standard output is closed early), 2 wron
 Environment:
   COMOE_CACHE  folder for converted experts and the chat history
                [default: $XDG_CACHE_HOME/comoe, or ~/.cache/comoe]
-  COMOE_LOG    what is logged, such as info or comoe_core=debug [default: error]";
+  COMOE_LOG    what is logged, such as info or comoe_core=debug [default: error]
+  HF_HOME      folder whose hub/ holds the models of the hub, shared with the Python tools
+               [default: $XDG_CACHE_HOME/huggingface, or ~/.cache/huggingface]; HF_HUB_CACHE names hub/ itself
+  HF_TOKEN     who asks the hub [default: the file token in HF_HOME]
+  HF_ENDPOINT  another hub
+  HF_HUB_OFFLINE=1  fetch nothing";
 
 /// Runs Mixture-of-Experts models whose experts do not all fit in fast memory.
 #[derive(Debug, Parser)]
@@ -34,6 +39,8 @@ pub(crate) enum Command {
     Chat(ChatArgs),
     /// Answer one prompt.
     Generate(GenerateArgs),
+    /// Fetch a model from the hub, or what is new of it; prints its folder.
+    Pull(PullArgs),
     /// Measure what this machine has for running big models, and say what is slow.
     Doctor(DoctorArgs),
     /// Record routing, look at it, and play policies and predictors over it.
@@ -46,6 +53,15 @@ pub(crate) struct DoctorArgs {
     /// Print one JSON object instead of tables
     #[arg(long)]
     pub(crate) json: bool,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct PullArgs {
+    /// The model's name: ORG/NAME, or ORG/NAME@REVISION for a branch, tag or commit
+    pub(crate) model: String,
+    /// Print nothing but the folder, and errors
+    #[arg(long, short)]
+    pub(crate) quiet: bool,
 }
 
 #[derive(Debug, Args)]
@@ -77,7 +93,8 @@ pub(crate) struct GenerateArgs {
 /// Which model, and how its experts are kept.
 #[derive(Debug, Args)]
 pub(crate) struct ModelArgs {
-    /// Folder of the model, as downloaded [default: comoe-tiny, which comes with CoMoE]
+    /// Folder of the model, or its name on the hub, ORG/NAME[@REVISION], which is fetched when it is not here yet
+    /// [default: comoe-tiny, which comes with CoMoE]
     pub(crate) model: Option<PathBuf>,
     /// Where to compute: cpu, cuda, cuda:N, or auto, which takes the first GPU and else the CPU
     #[arg(long, value_name = "DEVICE", default_value = "auto", help_heading = "Device")]

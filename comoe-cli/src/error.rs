@@ -13,7 +13,10 @@ const USAGE: u8 = 2;
 
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum Error {
-    #[error("{}: {source}; give the folder of a model, with config.json in it", path.display())]
+    #[error(
+        "{}: {source}; give the folder of a model, with config.json in it, or its name on the hub, ORG/NAME",
+        path.display()
+    )]
     NoModelFolder { path: PathBuf, source: io::Error },
 
     #[error("{} is a file; give the folder of a model, with config.json in it", path.display())]
@@ -69,6 +72,9 @@ pub(crate) enum Error {
     SelfTest { failed: usize, tests: usize },
 
     #[error(transparent)]
+    Hub(#[from] crate::hub::Error),
+
+    #[error(transparent)]
     Core(#[from] comoe_core::Error),
 
     #[error(transparent)]
@@ -78,7 +84,7 @@ pub(crate) enum Error {
 impl Error {
     pub(crate) fn exit_code(&self) -> ExitCode {
         match self {
-            Self::Usage(_) | Self::BatchPolicy { .. } => ExitCode::from(USAGE),
+            Self::Usage(_) | Self::BatchPolicy { .. } | Self::Hub(crate::hub::Error::BadName { .. }) => ExitCode::from(USAGE),
             _ => ExitCode::from(FAILED),
         }
     }

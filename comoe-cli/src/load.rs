@@ -15,6 +15,7 @@ use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use crate::args::{Format, ModelArgs};
 use crate::device;
 use crate::error::Result;
+use crate::hub;
 use crate::output::{say, watched};
 use crate::places::CacheFolder;
 
@@ -105,9 +106,9 @@ fn default_capacity(device: &Device) -> Capacity {
 }
 
 impl Loaded {
-    /// The model's name: that of its folder.
+    /// The model's name: that on the hub, or that of its folder.
     pub(crate) fn name(&self) -> String {
-        name_of(&self.folder)
+        hub::name_of_snapshot(&self.folder).unwrap_or_else(|| name_of(&self.folder))
     }
 
     fn say_what_is_in_force(&self, quiet: bool) {

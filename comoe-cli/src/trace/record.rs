@@ -63,7 +63,7 @@ impl Recording {
 
 /// The experts of the model in `folder`, by its config alone; record sizes are not known from that, and are 1.
 pub(super) fn experts_of(folder: &Path) -> Result<Directory> {
-    let folder = model_path::find(Some(folder))?;
+    let folder = model_path::find(Some(folder), false)?;
     let plan = arch::plan(&ConfigFile::of_model(&folder)?)?;
     Directory::new(plan.moe_layers().map(|(layer, moe)| (layer, moe.experts, 1))).map_err(Error::core)
 }
@@ -71,7 +71,7 @@ pub(super) fn experts_of(folder: &Path) -> Result<Directory> {
 pub(crate) fn run(args: &RecordArgs) -> Result<()> {
     sampling::check(&args.sampler)?;
     let prompts = prompts(&args.prompts, args.sampler.raw)?;
-    let folder = model_path::find(args.model.model.as_deref())?;
+    let folder = model_path::find(args.model.model.as_deref(), args.quiet)?;
     let sampler = sampling::options(&args.sampler, &folder)?;
     let loaded = load::load(folder, &args.model, args.quiet)?;
     let recording = Recording::start(&args.output, &loaded, !args.no_weights)?;
