@@ -9,7 +9,9 @@ mod generate;
 mod hub;
 mod input;
 mod load;
+mod logits;
 mod model_path;
+mod models;
 mod output;
 mod places;
 mod pull;
@@ -42,6 +44,8 @@ fn main() -> ExitCode {
         Command::Chat(args) => chat::run(args),
         Command::Generate(args) => generate::run(args),
         Command::Pull(args) => pull::run(args),
+        Command::Models(args) => models::run(args),
+        Command::Logits(args) => logits::run(args),
         Command::Doctor(args) => doctor::run(args),
         Command::Trace(command) => trace::run(command),
     };

@@ -85,7 +85,8 @@ impl HubPlaces {
         let caches = || folder("XDG_CACHE_HOME").or_else(|| folder("HOME").map(|home| home.join(".cache")));
         let home = folder("HF_HOME").or_else(|| caches().map(|caches| caches.join("huggingface")));
         let own = folder("HF_HUB_CACHE").or_else(|| folder("HUGGINGFACE_HUB_CACHE"));
-        let cache = own.or_else(|| home.as_ref().map(|home| home.join("hub"))).ok_or(hub::Error::NoCacheFolder)?;
+        let cache =
+            own.or_else(|| home.as_ref().map(|home| home.join("hub"))).ok_or(hub::Error::NoCacheFolder)?;
         let token_file = folder("HF_TOKEN_PATH").or_else(|| home.map(|home| home.join("token")));
         let from_file = || std::fs::read_to_string(token_file?).ok();
         let token = text("HF_TOKEN").or_else(|| text("HUGGING_FACE_HUB_TOKEN")).or_else(from_file);
@@ -152,7 +153,8 @@ mod tests {
         let both = choose(&[("HF_HOME", &home), ("HF_TOKEN", "given")]).unwrap();
         assert_eq!((both.token.as_deref(), both.endpoint, both.offline), (Some("given"), None, false));
         for (value, offline) in [("1", true), ("true", true), ("0", false), ("", false), ("no", false)] {
-            let chosen = choose(&[("HOME", "/h"), ("HF_HUB_OFFLINE", value), ("HF_ENDPOINT", "http://e")]).unwrap();
+            let chosen =
+                choose(&[("HOME", "/h"), ("HF_HUB_OFFLINE", value), ("HF_ENDPOINT", "http://e")]).unwrap();
             assert_eq!((chosen.offline, chosen.endpoint.as_deref()), (offline, Some("http://e")), "{value}");
         }
     }

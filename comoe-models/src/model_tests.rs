@@ -261,6 +261,7 @@ fn generation_streams_what_it_returns_and_ends_for_the_right_reason() {
             match e {
                 Event::Text(t) => streamed.push_str(t),
                 Event::Prefill { done, total } => prefill.push((done, total)),
+                Event::Thought(t) => panic!("a session knows no thoughts: {t}"),
             }
             ControlFlow::Continue(())
         })

@@ -131,7 +131,10 @@ fn point(_: &Path, blob: &Path, pointer: &Path) -> std::io::Result<()> {
 fn same_file(blob: &Path, pointer: &Path) -> bool {
     match (fs::canonicalize(blob), fs::canonicalize(pointer)) {
         (Ok(a), Ok(b)) if a == b => true,
-        (Ok(_), Ok(b)) => cfg!(not(unix)) && fs::metadata(blob).ok().map(|m| m.len()) == fs::metadata(b).ok().map(|m| m.len()),
+        (Ok(_), Ok(b)) => {
+            cfg!(not(unix))
+                && fs::metadata(blob).ok().map(|m| m.len()) == fs::metadata(b).ok().map(|m| m.len())
+        }
         _ => false,
     }
 }
@@ -140,7 +143,8 @@ fn same_file(blob: &Path, pointer: &Path) -> bool {
 pub(crate) fn name_of_snapshot(folder: &Path) -> Option<String> {
     let snapshots = folder.parent()?;
     let model = snapshots.parent()?.file_name()?.to_str()?;
-    (snapshots.file_name()? == "snapshots").then(|| model.strip_prefix(MODELS).map(|n| n.replace("--", "/")))?
+    (snapshots.file_name()? == "snapshots")
+        .then(|| model.strip_prefix(MODELS).map(|n| n.replace("--", "/")))?
 }
 
 /// A model in the cache.

@@ -135,7 +135,8 @@ impl Client {
         // The hub describes a large file on its own answer, before the redirection.
         let answer = self.patiently(|| {
             let request = self.authorized(self.agent.head(&url)).config().max_redirects(0);
-            let answer = request.max_redirects_will_error(false).build().call().map_err(|e| failed(&url, e))?;
+            let answer =
+                request.max_redirects_will_error(false).build().call().map_err(|e| failed(&url, e))?;
             if answer.status().is_redirection() { Ok(answer) } else { self.judged(&url, answer) }
         })?;
         let header = |name: &str| answer.headers().get(name).and_then(|v| v.to_str().ok());
@@ -148,7 +149,12 @@ impl Client {
     }
 
     /// The bytes of a file from `from` on.
-    pub(super) fn open(&self, file: &RemoteFile, commit: &str, from: u64) -> std::result::Result<Opened, Failure> {
+    pub(super) fn open(
+        &self,
+        file: &RemoteFile,
+        commit: &str,
+        from: u64,
+    ) -> std::result::Result<Opened, Failure> {
         let url = self.url(&file.path, commit);
         let answer = self.get(&url, Some(from))?;
         let from = match answer.status() {
@@ -197,8 +203,13 @@ impl Client {
             (404, _) => Error::NotFound { repo, endpoint },
             (401 | 403, _) => Error::Refused { repo, status: code, with_token },
             (408 | 425 | 429 | 500..=599, _) => {
-                let after = header("retry-after").and_then(|v| v.trim().parse().ok()).map(Duration::from_secs);
-                return Err(Failure::Again { url: url.to_owned(), reason: format!("HTTP status {status}"), after });
+                let after =
+                    header("retry-after").and_then(|v| v.trim().parse().ok()).map(Duration::from_secs);
+                return Err(Failure::Again {
+                    url: url.to_owned(),
+                    reason: format!("HTTP status {status}"),
+                    after,
+                });
             }
             _ => Error::Status { url: url.to_owned(), status: code },
         }))

@@ -100,7 +100,12 @@ impl Fetch<'_> {
                 Grown::Differs(found) => {
                     fs::remove_file(&part).map_err(|e| Error::io(&part, e))?;
                     let (repo, path) = (self.client.name().to_string(), file.path.clone());
-                    return Err(Error::Differs { repo, file: path, expected: file.content.to_string(), found });
+                    return Err(Error::Differs {
+                        repo,
+                        file: path,
+                        expected: file.content.to_string(),
+                        found,
+                    });
                 }
             }
         }
@@ -109,7 +114,13 @@ impl Fetch<'_> {
     }
 
     /// Fetches what `part` lacks of the file.
-    fn grow(&self, file: &RemoteFile, part: &Path, bar: &FileProgress<'_>, stop: &AtomicBool) -> Result<Grown> {
+    fn grow(
+        &self,
+        file: &RemoteFile,
+        part: &Path,
+        bar: &FileProgress<'_>,
+        stop: &AtomicBool,
+    ) -> Result<Grown> {
         let broken = |e| Error::io(part, e);
         let opened = File::options().read(true).write(true).create(true).truncate(false).open(part);
         let mut out = opened.map_err(broken)?;

@@ -28,6 +28,7 @@ pub(crate) use self::error::Error;
 use self::fetch::Fetch;
 pub(crate) use self::name::RepoName;
 use self::progress::Progress;
+pub(crate) use self::select::missing;
 use crate::error::Result;
 use crate::output::say;
 use crate::places::HubPlaces;
@@ -95,7 +96,8 @@ fn fetch(places: &HubPlaces, name: &RepoName, quiet: bool) -> Result<PathBuf> {
         let reason = reason.unwrap_or_else(|| format!("it has no {}", select::CONFIG));
         return Err(no_model(reason).into());
     }
-    let first: Vec<&str> = small.iter().copied().filter(|f| [select::CONFIG, select::INDEX].contains(f)).collect();
+    let first: Vec<&str> =
+        small.iter().copied().filter(|f| [select::CONFIG, select::INDEX].contains(f)).collect();
     let first = describe(&first)?;
     let progress = Progress::new(first.len(), first.iter().map(|f| f.size).sum(), true);
     check_space(name, &cache.snapshot(commit), first.iter().map(|f| f.size).fold(0, u64::saturating_add))?;
@@ -114,7 +116,12 @@ fn fetch(places: &HubPlaces, name: &RepoName, quiet: bool) -> Result<PathBuf> {
     let lacking = fetch.lacking(&files);
     check_space(name, &snapshot, lacking)?;
     if lacking > 0 && !quiet {
-        say!("pulling {name}: {} of {} to {}", human_bytes(lacking), human_bytes(bytes), places.cache.display());
+        say!(
+            "pulling {name}: {} of {} to {}",
+            human_bytes(lacking),
+            human_bytes(bytes),
+            places.cache.display()
+        );
     }
     fetch.all(&files)?;
     // Last, so that a name never stands for a model that is not whole.

@@ -37,7 +37,11 @@ impl FromStr for RepoName {
                 return Err(bad("only letters, digits and -_. occur in names"));
             }
             // The hub's own rules; they also keep a name from leaving the cache folder, where / becomes --.
-            if part.starts_with(['.', '-']) || part.ends_with(['.', '-']) || part.contains("..") || part.contains("--") {
+            if part.starts_with(['.', '-'])
+                || part.ends_with(['.', '-'])
+                || part.contains("..")
+                || part.contains("--")
+            {
                 return Err(bad("names do not begin or end with . or -, and have no .. or -- in them"));
             }
         }
@@ -79,8 +83,29 @@ mod tests {
     #[test]
     fn what_could_leave_the_cache_or_the_path_is_no_name() {
         for text in [
-            "", "a", "/", "a/", "/b", "a/b/c", "../b", "a/..", "./b", "a b/c", "a/b@", "a/b@../../x", "a/b@x y", "a/b@/x",
-            "a--b/c", "-a/b", "a/b.", "a/b?x=1", "a/b#c", "ä/b", "a/b@.hidden", "a/b@x//y", "a\\b/c",
+            "",
+            "a",
+            "/",
+            "a/",
+            "/b",
+            "a/b/c",
+            "../b",
+            "a/..",
+            "./b",
+            "a b/c",
+            "a/b@",
+            "a/b@../../x",
+            "a/b@x y",
+            "a/b@/x",
+            "a--b/c",
+            "-a/b",
+            "a/b.",
+            "a/b?x=1",
+            "a/b#c",
+            "ä/b",
+            "a/b@.hidden",
+            "a/b@x//y",
+            "a\\b/c",
         ] {
             assert!(text.parse::<RepoName>().is_err(), "{text:?}");
         }

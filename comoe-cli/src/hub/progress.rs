@@ -13,7 +13,8 @@ use crate::output::{say, watched};
 const LINES: Duration = Duration::from_secs(15);
 /// Longest file name that is shown whole.
 const NAME: usize = 34;
-const ROW: &str = "{prefix} {wide_bar} {binary_bytes:>10} of {binary_total_bytes:>10} {binary_bytes_per_sec:>12} {eta:>4}";
+const ROW: &str =
+    "{prefix} {wide_bar} {binary_bytes:>10} of {binary_total_bytes:>10} {binary_bytes_per_sec:>12} {eta:>4}";
 
 /// A download's progress, in all and by file.
 pub(super) struct Progress {
@@ -144,7 +145,9 @@ mod tests {
 
     #[test]
     fn names_have_one_width_and_the_template_is_right() {
-        for name in ["model.safetensors", &"é".repeat(40), "a/very/long/folder/model-00001-of-00016.safetensors"] {
+        for name in
+            ["model.safetensors", &"é".repeat(40), "a/very/long/folder/model-00001-of-00016.safetensors"]
+        {
             assert_eq!(padded(name).chars().count(), NAME, "{name}");
         }
         assert!(padded("x/model-00001-of-00016.safetensors-y").ends_with(".safetensors-y"));

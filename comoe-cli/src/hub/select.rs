@@ -65,7 +65,9 @@ pub(super) fn weights<'a>(
     Err(if let Some(gguf) = ends(&[".gguf"]) {
         format!("its weights are GGUF files ({gguf}); pull the repository that they were made from")
     } else if let Some(pickle) = ends(&[".bin", ".pth", ".pt"]) {
-        format!("its weights are PyTorch files ({pickle}), which can run code when they are read; convert them to safetensors")
+        format!(
+            "its weights are PyTorch files ({pickle}), which can run code when they are read; convert them to safetensors"
+        )
     } else if let Some(other) = root.find(|f| f.ends_with(".safetensors")) {
         format!("{other} is in a layout of its own; pull a repository in Hugging Face's layout")
     } else {
@@ -96,7 +98,7 @@ pub(super) fn safe(path: &str) -> bool {
 }
 
 /// What a model's folder lacks of the files that every model needs.
-pub(super) fn missing(folder: &Path) -> Option<String> {
+pub(crate) fn missing(folder: &Path) -> Option<String> {
     if !folder.join(CONFIG).is_file() {
         return Some(CONFIG.to_owned());
     }
@@ -106,7 +108,9 @@ pub(super) fn missing(folder: &Path) -> Option<String> {
         whole.filter_map(|e| e.file_name().into_string().ok()).collect()
     });
     let has = |name: &str| names.iter().any(|n| n == name);
-    if !has(TOKENIZER) && !names.iter().any(|n| OTHER_TOKENIZERS.contains(&n.as_str()) || n.ends_with(".tiktoken")) {
+    if !has(TOKENIZER)
+        && !names.iter().any(|n| OTHER_TOKENIZERS.contains(&n.as_str()) || n.ends_with(".tiktoken"))
+    {
         return Some(TOKENIZER.to_owned());
     }
     match std::fs::read_to_string(folder.join(INDEX)) {
@@ -128,12 +132,26 @@ mod tests {
     #[test]
     fn one_format_is_taken_and_nothing_for_people() {
         let files = [
-            "README.md", "config.json", "consolidated.safetensors", "model-1.safetensors", "model-2.safetensors",
-            "model.safetensors.index.json", "original/model.safetensors", "pytorch_model.bin", "tokenizer.json",
-            "tokenizer.model", "vocab.json", "chat_template.jinja", "figure.png", "onnx/config.json",
+            "README.md",
+            "config.json",
+            "consolidated.safetensors",
+            "model-1.safetensors",
+            "model-2.safetensors",
+            "model.safetensors.index.json",
+            "original/model.safetensors",
+            "pytorch_model.bin",
+            "tokenizer.json",
+            "tokenizer.model",
+            "vocab.json",
+            "chat_template.jinja",
+            "figure.png",
+            "onnx/config.json",
         ];
         let small: Vec<&str> = small(files.iter().copied());
-        assert_eq!(small, ["config.json", "model.safetensors.index.json", "tokenizer.json", "chat_template.jinja"]);
+        assert_eq!(
+            small,
+            ["config.json", "model.safetensors.index.json", "tokenizer.json", "chat_template.jinja"]
+        );
         let shards = weights(files.iter().copied(), Some(INDEX_TEXT)).unwrap();
         assert_eq!(shards, ["model-1.safetensors", "model-2.safetensors"]);
         let without: Vec<&str> = super::small(files.iter().copied().filter(|f| *f != "tokenizer.json"));

@@ -10,7 +10,7 @@ use comoe_models::load::ConfigFile;
 
 use super::args::RecordArgs;
 use super::name;
-use crate::args::OutputArgs;
+use crate::args::{OutputArgs, Think};
 use crate::error::{Error, Result};
 use crate::input::Lines;
 use crate::load::{self, Loaded};
@@ -75,7 +75,7 @@ pub(crate) fn run(args: &RecordArgs) -> Result<()> {
     let sampler = sampling::options(&args.sampler, &folder)?;
     let loaded = load::load(folder, &args.model, args.quiet)?;
     let recording = Recording::start(&args.output, &loaded, !args.no_weights)?;
-    let output = OutputArgs { stats: false, json: false, quiet: args.quiet, trace: None };
+    let output = OutputArgs { stats: false, json: false, quiet: args.quiet, think: Think::Show, trace: None };
     let settings = Settings { sampler, max_tokens: args.sampler.max_tokens, output: &output };
     let mut talk = match args.sampler.raw {
         true => Talk::without_template(&loaded, settings, None),
