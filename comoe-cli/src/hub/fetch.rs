@@ -78,7 +78,7 @@ impl Fetch<'_> {
         let bar = self.progress.file(&file.path, file.size);
         let blob = self.cache.blob(&file.content);
         let _lock = self.cache.lock(&file.content, || {
-            self.progress.note(&format!("{}: another download of it is under way; waiting", file.path));
+            self.progress.say(&format!("note: {}: another download of it is under way; waiting", file.path));
         })?;
         if length(&blob) == Some(file.size) {
             bar.had(file.size);

@@ -47,6 +47,12 @@ pub(crate) fn find(name: &RepoName, quiet: bool) -> Result<PathBuf> {
         Ok(folder) => Ok(folder),
         Err(missing) => {
             offline(&places, name, missing)?;
+            if !quiet {
+                say!(
+                    "{name}: no such folder here, and not whole in {}; asking the hub",
+                    places.cache.display()
+                );
+            }
             fetch(&places, name, quiet)
         }
     }
@@ -116,12 +122,8 @@ fn fetch(places: &HubPlaces, name: &RepoName, quiet: bool) -> Result<PathBuf> {
     let lacking = fetch.lacking(&files);
     check_space(name, &snapshot, lacking)?;
     if lacking > 0 && !quiet {
-        say!(
-            "pulling {name}: {} of {} to {}",
-            human_bytes(lacking),
-            human_bytes(bytes),
-            places.cache.display()
-        );
+        let (lacking, bytes) = (human_bytes(lacking), human_bytes(bytes));
+        progress.say(&format!("pulling {name}: {lacking} of {bytes} to {}", places.cache.display()));
     }
     fetch.all(&files)?;
     // Last, so that a name never stands for a model that is not whole.

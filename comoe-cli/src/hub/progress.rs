@@ -46,8 +46,8 @@ impl Progress {
     }
 
     /// Says something without tearing the bars.
-    pub(super) fn note(&self, text: &str) {
-        self.bars.suspend(|| say!("note: {text}"));
+    pub(super) fn say(&self, text: &str) {
+        self.bars.suspend(|| say!("{text}"));
     }
 
     /// Bytes that came over the network.

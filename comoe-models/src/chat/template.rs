@@ -1,5 +1,6 @@
 //! A model's chat template: Jinja that turns messages into the text the model was trained on.
 
+use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::{Arc, OnceLock};
 use std::time::{SystemTime, UNIX_EPOCH};
@@ -16,6 +17,9 @@ use crate::error::{Error, Result};
 /// Steps that a template may take: a few hundred times what real ones need for a full context, and still well under
 /// a second.
 const FUEL: u64 = 5_000_000;
+
+/// Where a template and its special tokens usually are.
+const CONFIG: &str = "tokenizer_config.json";
 
 /// What a template function gives.
 type Rendered = std::result::Result<String, minijinja::Error>;
@@ -91,23 +95,32 @@ pub struct ChatTemplate {
 
 impl ChatTemplate {
     /// Looks in a model folder: `chat_template.jinja`, else `chat_template` of `tokenizer_config.json` (a text, or a
-    /// list of named ones of which `default` is taken). `None` when there is neither.
+    /// list of named ones of which `default` is taken) or of `chat_template.json`. `None` when there is none. Special
+    /// tokens are those of `tokenizer_config.json`, and what `special_tokens_map.json` has besides.
     ///
     /// # Errors
     /// [`Error::BadFile`] for a file that cannot be read as such, [`Error::Template`] for a template that does not
     /// compile.
     pub fn find(folder: &Path) -> Result<Option<Self>> {
-        let path = folder.join("tokenizer_config.json");
-        let config = match read_optional(&path)? {
-            None => serde_json::Value::Null,
-            Some(text) => serde_json::from_str(&text)
-                .map_err(|e| Error::bad_file(&path, format!("not valid JSON: {e}")))?,
+        let json = |name: &str| -> Result<serde_json::Value> {
+            let path = folder.join(name);
+            match read_optional(&path)? {
+                None => Ok(serde_json::Value::Null),
+                Some(text) => serde_json::from_str(&text)
+                    .map_err(|e| Error::bad_file(&path, format!("not valid JSON: {e}"))),
+            }
         };
-        let source = match read_optional(&folder.join("chat_template.jinja"))? {
-            Some(text) => Some(text),
-            None => template_of(&config["chat_template"]).map_err(|reason| Error::bad_file(&path, reason))?,
-        };
-        source.map(|s| Self::new(&s, special_tokens(&config))).transpose()
+        let config = json(CONFIG)?;
+        let mut source = read_optional(&folder.join("chat_template.jinja"))?;
+        for name in [CONFIG, "chat_template.json"] {
+            if source.is_none() {
+                let found = template_of(&json(name)?["chat_template"]);
+                source = found.map_err(|reason| Error::bad_file(folder.join(name), reason))?;
+            }
+        }
+        let mut special = special_tokens(&json("special_tokens_map.json")?);
+        special.extend(special_tokens(&config));
+        source.map(|s| Self::new(&s, special.into_iter().collect())).transpose()
     }
 
     /// Compiles a template. `special` holds variables such as `bos_token` and their texts.
@@ -171,7 +184,7 @@ impl ChatTemplate {
         ask: bool,
         more: impl IntoIterator<Item = (&'a str, Value)>,
     ) -> Result<String> {
-        let mut context: std::collections::BTreeMap<&str, Value> =
+        let mut context: BTreeMap<&str, Value> =
             self.special.iter().map(|(k, v)| (k.as_str(), Value::from(v.as_str()))).collect();
         // Templates ask whether these are none: `transformers` defines them always.
         context.extend([("tools", Value::from(())), ("documents", Value::from(()))]);
@@ -217,9 +230,9 @@ fn template_of(value: &serde_json::Value) -> std::result::Result<Option<String>,
     }
 }
 
-/// Every `..._token` of `tokenizer_config.json`, written as a text or as an object with `content`.
-fn special_tokens(config: &serde_json::Value) -> Vec<(String, String)> {
-    let Some(fields) = config.as_object() else { return Vec::new() };
+/// Every `..._token` of a file, written as a text or as an object with `content`.
+fn special_tokens(config: &serde_json::Value) -> BTreeMap<String, String> {
+    let Some(fields) = config.as_object() else { return BTreeMap::new() };
     let text = |v: &serde_json::Value| v.as_str().or_else(|| v["content"].as_str()).map(str::to_owned);
     fields
         .iter()
@@ -261,7 +274,7 @@ mod tests {
         #[derive(serde::Deserialize)]
         struct Golden {
             now: u64,
-            special: std::collections::BTreeMap<String, String>,
+            special: BTreeMap<String, String>,
             cases: Vec<Case>,
         }
         #[derive(serde::Deserialize)]
@@ -271,7 +284,7 @@ mod tests {
             #[serde(default)]
             tools: Value,
             #[serde(default)]
-            variables: std::collections::BTreeMap<String, Value>,
+            variables: BTreeMap<String, Value>,
             add_generation_prompt: bool,
             text: Option<String>,
             refusal: Option<String>,
@@ -404,6 +417,9 @@ mod tests {
         assert_eq!(found(), None);
         put("tokenizer_config.json", r#"{"bos_token": {"content": "<b>"}, "eos_token": "<e>"}"#);
         assert_eq!(found(), None);
+        put("chat_template.json", r#"{"chat_template": "{{ eos_token }}{{ pad_token }}0"}"#);
+        put("special_tokens_map.json", r#"{"pad_token": "<p>", "eos_token": "<other>"}"#);
+        assert_eq!(found().unwrap(), "<e><p>0");
         put("tokenizer_config.json", r#"{"eos_token": "<e>", "chat_template": "{{ eos_token }}1"}"#);
         assert_eq!(found().unwrap(), "<e>1");
         put(

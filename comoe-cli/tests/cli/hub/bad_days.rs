@@ -80,7 +80,7 @@ fn whoever_may_not_read_is_told_what_to_do() {
     hub.fault(list, Fault::Status(404, &[("x-error-code", "RepoNotFound")]));
     with_token().fails(1, &[REPO, "not found", "spelling"]);
     machine.run(&["pull", &format!("{REPO}@v9")]).fails(1, &[REPO, "no revision", "v9"]);
-    machine.run(&["chat", "comoe/tinny"]).fails(1, &["comoe/tinny", "not found", "folder"]);
+    machine.run(&["chat", "comoe/tinny", "--quiet"]).fails(1, &["comoe/tinny", "not found", "folder"]);
     hub.fault(list, Fault::Status(418, &[]));
     machine.pull().fails(1, &["418"]);
     // Gated repositories have a list that everybody may read.
