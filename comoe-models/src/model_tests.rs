@@ -406,6 +406,59 @@ fn a_conversation_keeps_keys_and_drops_its_oldest_turns() {
 }
 
 #[test]
+fn an_answer_ends_with_the_tokenizers_end_token_too() {
+    let dir = folder(&tiny_config());
+    assert_eq!(load(dir.path()).stop_tokens(), [264]);
+    let path = dir.path().join("tokenizer_config.json");
+    for end in [r#""<|im_start|>""#, r#"{"content": "<|im_start|>", "special": true}"#] {
+        std::fs::write(&path, format!(r#"{{"eos_token": {end}}}"#)).unwrap();
+        assert_eq!(load(dir.path()).stop_tokens(), [263, 264]);
+    }
+    // What the tokenizer does not know cannot come.
+    for other in [r#""<|nothing|>""#, "null"] {
+        std::fs::write(&path, format!(r#"{{"eos_token": {other}}}"#)).unwrap();
+        assert_eq!(load(dir.path()).stop_tokens(), [264]);
+    }
+}
+
+#[test]
+fn thoughts_are_told_from_answers_and_not_said_again() {
+    let dir = folder(&tiny_config());
+    // Everything that this model says is a thought: the prompt opens one, and it never closes.
+    let template = "{% for m in messages %}{{ m.role }}:{{ m.content }};{{ m.reasoning_content is defined }}{% endfor %}<think>";
+    let config = serde_json::json!({"chat_template": template});
+    std::fs::write(dir.path().join("tokenizer_config.json"), config.to_string()).unwrap();
+    let model = load(dir.path());
+    let mut chat = model.conversation(None).unwrap();
+    let (mut thought, mut answer) = (String::new(), String::new());
+    let reply = chat
+        .say("hi", &at_most(12), &mut |event| {
+            match event {
+                Event::Thought(text) => thought.push_str(text),
+                Event::Text(text) => answer.push_str(text),
+                Event::Prefill { .. } => {}
+            }
+            ControlFlow::Continue(())
+        })
+        .unwrap();
+    assert_eq!((reply.answer.as_str(), answer.as_str()), ("", ""));
+    assert_eq!(reply.thought.as_deref(), Some(thought.as_str()));
+    assert_eq!(reply.generation.text.trim(), thought);
+    let said = &chat.messages()[1];
+    assert_eq!((said.content.as_str(), &said.reasoning), ("", &reply.thought));
+    let prompt = model.template().unwrap().render(chat.messages(), true).unwrap();
+    assert_eq!(prompt, "user:hi;Falseassistant:;True<think>");
+    // Breaking off works within a thought as well.
+    let mut tokens = 0;
+    let mut stop_at_three = |event: Event<'_>| {
+        tokens += usize::from(!matches!(event, Event::Prefill { .. }));
+        if tokens == 3 { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
+    };
+    let stopped = chat.say("hi", &at_most(12), &mut stop_at_three).unwrap();
+    assert_eq!((stopped.generation.finish, stopped.generation.tokens.len()), (Finish::Cancelled, 3));
+}
+
+#[test]
 fn a_damaged_slot_stops_the_answer_with_the_experts_name() {
     let dir = folder(&tiny_config());
     let model = load(dir.path());

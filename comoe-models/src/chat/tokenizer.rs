@@ -142,6 +142,30 @@ mod tests {
     }
 
     #[test]
+    fn marks_around_thoughts_are_text_even_where_they_are_special() {
+        let special = |id: u32, content: &str| {
+            serde_json::json!({"id": id, "content": content, "single_word": false, "lstrip": false, "rstrip": false,
+                "normalized": false, "special": true})
+        };
+        let with = |tokens: &[&str]| {
+            let mut json: serde_json::Value =
+                serde_json::from_str(&crate::testing::byte_level_json()).unwrap();
+            let added = json["added_tokens"].as_array_mut().unwrap();
+            added.extend(tokens.iter().enumerate().map(|(i, t)| special(265 + i as u32, t)));
+            Tokenizer::parse(Path::new("t"), json.to_string().as_bytes()).unwrap()
+        };
+        let thinker = with(&["<think>", "</think>", "<|start|>"]);
+        let text = "<think>hm</think>yes<|start|><|im_end|>";
+        let ids = thinker.encode(text, false).unwrap();
+        assert_eq!(thinker.decode(&ids).unwrap(), "<think>hm</think>yes", "{ids:?}");
+        assert!(!thinker.has_channels());
+        let channels = with(&["<|channel|>", "<|message|>", "<|start|>", "<|end|>"]);
+        let text = "<|channel|>final<|message|>yes<|end|><|start|>";
+        assert_eq!(channels.decode(&channels.encode(text, false).unwrap()).unwrap(), text);
+        assert!(channels.has_channels());
+    }
+
+    #[test]
     fn a_tokenizer_of_another_kind_is_refused_by_name_with_what_to_do() {
         for (file, kind) in [
             ("tokenizer.model", "SentencePiece"),

@@ -1,6 +1,6 @@
 //! What goes wrong on the way, and what is said of it.
 
-use super::server::{Fault, Hub, REPO};
+use super::server::{Fault, Files, Hub, REPO};
 use super::{Machine, tiny, weights};
 use crate::program::Running;
 
@@ -150,7 +150,7 @@ fn a_disk_that_is_too_small_is_seen_before_anything_is_fetched() {
 
 #[test]
 fn a_model_that_cannot_run_is_refused_before_its_weights_are_fetched() {
-    let refused = |change: &dyn Fn(&mut std::collections::BTreeMap<String, Vec<u8>>), names: &[&str]| {
+    let refused = |change: &dyn Fn(&mut Files), names: &[&str]| {
         let mut files = tiny();
         change(&mut files);
         let hub = Hub::new(files);

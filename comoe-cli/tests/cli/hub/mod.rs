@@ -3,17 +3,16 @@
 mod bad_days;
 mod server;
 
-use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use tempfile::TempDir;
 
-use self::server::{COMMIT, Hub, REPO, repository};
+use self::server::{COMMIT, Files, Hub, REPO, repository};
 use crate::program::{Run, Running, comoe, run_with};
 
 /// comoe-tiny in three shards.
-fn tiny() -> BTreeMap<String, Vec<u8>> {
+fn tiny() -> Files {
     let assets = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap().join("assets");
     repository(&assets.join("comoe-tiny"), 3)
 }
@@ -63,7 +62,7 @@ impl Machine {
 
     /// Sees that everything that was pulled is what the hub has.
     #[track_caller]
-    fn has_whole(&self, files: &BTreeMap<String, Vec<u8>>) {
+    fn has_whole(&self, files: &Files) {
         for (name, bytes) in files.iter().filter(|(name, _)| NEEDED.contains(&name.as_str())) {
             assert!(std::fs::read(self.snapshot().join(name)).unwrap() == *bytes, "{name}");
         }
@@ -86,7 +85,7 @@ const NEEDED: &[&str] = &[
     "tokenizer_config.json",
 ];
 
-fn weights(files: &BTreeMap<String, Vec<u8>>) -> u64 {
+fn weights(files: &Files) -> u64 {
     let shards = files.iter().filter(|(name, _)| name.starts_with("model-"));
     shards.map(|(_, bytes)| bytes.len() as u64).sum()
 }

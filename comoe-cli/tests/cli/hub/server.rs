@@ -10,6 +10,9 @@ use std::time::{Duration, Instant};
 
 use ring::digest::{Context, SHA1_FOR_LEGACY_USE_ONLY, SHA256};
 
+/// Contents by their paths.
+pub(crate) type Files = BTreeMap<String, Vec<u8>>;
+
 /// The repository that the server has.
 pub(crate) const REPO: &str = "comoe/tiny";
 /// Its newest commit.
@@ -53,7 +56,7 @@ pub(crate) struct Hub {
 }
 
 struct Shared {
-    files: BTreeMap<String, Vec<u8>>,
+    files: Files,
     /// What the list says of sizes, instead of the truth.
     claimed: Mutex<BTreeMap<String, u64>>,
     /// Whether the list has sizes and contents.
@@ -69,7 +72,7 @@ struct Shared {
 
 impl Hub {
     /// A hub that has these files.
-    pub(crate) fn new(files: BTreeMap<String, Vec<u8>>) -> Self {
+    pub(crate) fn new(files: Files) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let port = listener.local_addr().unwrap().port();
         let shared = Arc::new(Shared {
@@ -384,8 +387,8 @@ fn hex(context: Context) -> String {
 }
 
 /// The files of the model in `folder`, its weights split into `shards`, and beside it what repositories have besides.
-pub(crate) fn repository(folder: &Path, shards: usize) -> BTreeMap<String, Vec<u8>> {
-    let mut files = BTreeMap::new();
+pub(crate) fn repository(folder: &Path, shards: usize) -> Files {
+    let mut files = Files::new();
     let mut tensors = Vec::new();
     let read = |path: &Path| std::fs::read(path).unwrap();
     let mut weights = Vec::new();
