@@ -1,8 +1,8 @@
 //! Models by name: fetched once from the hub, kept in the folder that the Python tools use too.
 //!
-//! The `hf-hub` crate knows the hub's address, its paths and the cache's layout. The transfer is ours: that crate's goes
-//! on after a cut only within one call, believes a body of any length, and does not tell a gated repository from a
-//! missing one.
+//! The `hf-hub` crate knows the hub's address, its paths and the cache's layout. The transfer is ours: that crate's takes
+//! one file at a time, believes a body of any length and content, does not wait as a server asks, and does not tell a
+//! gated repository from a missing one.
 
 mod cache;
 mod client;

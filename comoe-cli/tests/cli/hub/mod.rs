@@ -153,11 +153,11 @@ fn a_download_killed_at_half_goes_on_where_it_was() {
     let whole = weights(&files);
     let hub = Hub::new(files.clone());
     let machine = Machine::new(&hub);
-    // A network that is slower than the machine, however busy that is: half a megabyte is on its way.
-    hub.hold_at(1 << 19);
+    // A network that is slower than the machine, however busy that is: a quarter of a megabyte is on its way.
+    hub.hold_at(1 << 18);
     let mut first = Running::start(&mut machine.command(&["pull", REPO]));
     while machine.arrived() < whole / 2 {
-        hub.hold_at(machine.arrived() + (1 << 19));
+        hub.hold_at(machine.arrived() + (1 << 18));
         assert!(first.child.try_wait().unwrap().is_none(), "it ends before half is there");
     }
     first.child.kill().unwrap();
