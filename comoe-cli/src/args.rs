@@ -122,8 +122,8 @@ pub(crate) struct GenerateArgs {
 /// Which model, and how its experts are kept.
 #[derive(Debug, Args)]
 pub(crate) struct ModelArgs {
-    /// Folder of the model, or its name on the hub, ORG/NAME[@REVISION], which is fetched when it is not here yet
-    /// [default: comoe-tiny, which comes with CoMoE]
+    /// Folder of the model, or its name on the hub, ORG/NAME or ORG/NAME@REVISION, which is fetched when it is not here
+    /// yet [default: comoe-tiny, which comes with CoMoE]
     pub(crate) model: Option<PathBuf>,
     /// Where to compute: cpu, cuda, cuda:N, or auto, which takes the first GPU and else the CPU
     #[arg(long, value_name = "DEVICE", default_value = "auto", help_heading = "Device")]
