@@ -68,10 +68,7 @@ pub struct Script {
 /// When the model is not where it belongs.
 pub fn script(folder: &Path) -> Result<Script> {
     let model = Model::load(folder, &Device::Cpu, &Hold::RESIDENT.options(), &|_| {})?;
-    let message = [comoe_models::Message {
-        role: comoe_models::Role::User,
-        content: "Tell me a story about a fox and a lighthouse.".to_owned(),
-    }];
+    let message = [comoe_models::Message::user("Tell me a story about a fox and a lighthouse.")];
     let text = match model.template() {
         Some(template) => template.render(&message, true)?,
         None => message[0].content.clone(),

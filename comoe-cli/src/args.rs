@@ -18,7 +18,12 @@ Exit codes: 0 done, 1 failed (also when standard output is closed early), 2 wron
 Environment:
   COMOE_CACHE  folder for converted experts and the chat history
                [default: $XDG_CACHE_HOME/comoe, or ~/.cache/comoe]
-  COMOE_LOG    what is logged, such as info or comoe_core=debug [default: error]";
+  COMOE_LOG    what is logged, such as info or comoe_core=debug [default: error]
+  HF_HOME      folder whose hub/ holds the models of the hub, shared with the Python tools
+               [default: $XDG_CACHE_HOME/huggingface, or ~/.cache/huggingface]; HF_HUB_CACHE names hub/ itself
+  HF_TOKEN     who asks the hub [default: the file token in HF_HOME]
+  HF_ENDPOINT  another hub
+  HF_HUB_OFFLINE=1  fetch nothing";
 
 /// Runs Mixture-of-Experts models whose experts do not all fit in fast memory.
 #[derive(Debug, Parser)]
@@ -34,6 +39,12 @@ pub(crate) enum Command {
     Chat(ChatArgs),
     /// Answer one prompt.
     Generate(GenerateArgs),
+    /// Fetch a model from the hub, or what is new of it; prints its folder.
+    Pull(PullArgs),
+    /// List the families that work, and the models that are here.
+    Models(ModelsArgs),
+    /// Write the logits of some tokens to a file, to compare engines.
+    Logits(LogitsArgs),
     /// Measure what this machine has for running big models, and say what is slow.
     Doctor(DoctorArgs),
     /// Record routing, look at it, and play policies and predictors over it.
@@ -46,6 +57,40 @@ pub(crate) struct DoctorArgs {
     /// Print one JSON object instead of tables
     #[arg(long)]
     pub(crate) json: bool,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct PullArgs {
+    /// The model's name: ORG/NAME, or ORG/NAME@REVISION for a branch, tag or commit
+    pub(crate) model: String,
+    /// Print nothing but the folder, and errors
+    #[arg(long, short)]
+    pub(crate) quiet: bool,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct ModelsArgs {
+    /// Print one JSON object instead of a list
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct LogitsArgs {
+    #[command(flatten)]
+    pub(crate) model: ModelArgs,
+    /// Ids of the tokens, separated by commas; no tokenizer is needed
+    #[arg(long, value_name = "ID,..", value_delimiter = ',', required = true)]
+    pub(crate) tokens: Vec<u32>,
+    /// Feed so many of the last tokens one by one, through the KV cache
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    pub(crate) decode: usize,
+    /// File to write: safetensors, with one tensor `logits` [tokens, vocabulary] in F32
+    #[arg(long, short, value_name = "FILE")]
+    pub(crate) output: PathBuf,
+    /// Print nothing but warnings and errors
+    #[arg(long, short)]
+    pub(crate) quiet: bool,
 }
 
 #[derive(Debug, Args)]
@@ -77,7 +122,8 @@ pub(crate) struct GenerateArgs {
 /// Which model, and how its experts are kept.
 #[derive(Debug, Args)]
 pub(crate) struct ModelArgs {
-    /// Folder of the model, as downloaded [default: comoe-tiny, which comes with CoMoE]
+    /// Folder of the model, or its name on the hub, ORG/NAME or ORG/NAME@REVISION, which is fetched when it is not here
+    /// yet [default: comoe-tiny, which comes with CoMoE]
     pub(crate) model: Option<PathBuf>,
     /// Where to compute: cpu, cuda, cuda:N, or auto, which takes the first GPU and else the CPU
     #[arg(long, value_name = "DEVICE", default_value = "auto", help_heading = "Device")]
@@ -228,6 +274,14 @@ pub(crate) struct SamplerArgs {
     pub(crate) raw: bool,
 }
 
+/// Whether thoughts are printed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, clap::ValueEnum)]
+pub(crate) enum Think {
+    #[default]
+    Show,
+    Hide,
+}
+
 /// What is printed beside the answer.
 #[derive(Debug, Args)]
 pub(crate) struct OutputArgs {
@@ -240,6 +294,9 @@ pub(crate) struct OutputArgs {
     /// Print nothing but the answer, warnings and errors
     #[arg(long, short, help_heading = "Output")]
     pub(crate) quiet: bool,
+    /// What a model thinks before it answers: shown (dimmed on a terminal) or left out
+    #[arg(long, value_name = "show|hide", default_value = "show", help_heading = "Output")]
+    pub(crate) think: Think,
     /// Record which experts every token chose; see `comoe trace`
     #[arg(long, value_name = "FILE", help_heading = "Output")]
     pub(crate) trace: Option<PathBuf>,

@@ -29,7 +29,7 @@ Ctrl-C stops an answer. A line that begins with a space is said even if a / foll
 pub(crate) fn run(args: &ChatArgs) -> Result<()> {
     sampling::check(&args.sampler)?;
     let memory = MemoryWatch::start();
-    let folder = model_path::find(args.model.model.as_deref())?;
+    let folder = model_path::find(args.model.model.as_deref(), args.output.quiet)?;
     let sampler = sampling::options(&args.sampler, &folder)?;
     let loaded = load::load(folder, &args.model, args.output.quiet)?;
     let settings = Settings { sampler, max_tokens: args.sampler.max_tokens, output: &args.output };

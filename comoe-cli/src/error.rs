@@ -13,7 +13,10 @@ const USAGE: u8 = 2;
 
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum Error {
-    #[error("{}: {source}; give the folder of a model, with config.json in it", path.display())]
+    #[error(
+        "{}: {source}; give the folder of a model, with config.json in it, or its name on the hub, ORG/NAME",
+        path.display()
+    )]
     NoModelFolder { path: PathBuf, source: io::Error },
 
     #[error("{} is a file; give the folder of a model, with config.json in it", path.display())]
@@ -37,6 +40,15 @@ pub(crate) enum Error {
 
     #[error("{}: no prompts in it; give one a line", path.display())]
     NoPrompts { path: PathBuf },
+
+    #[error("--tokens: {id} is no token of this model, whose ids end at {}", vocab.saturating_sub(1))]
+    NoSuchToken { id: u32, vocab: usize },
+
+    #[error("{}: the logits could not be written: {reason}", path.display())]
+    Logits { path: PathBuf, reason: String },
+
+    #[error("--decode {decode} of {tokens} tokens: give at most {tokens}")]
+    DecodeTooMany { decode: usize, tokens: usize },
 
     #[error("--batch cannot play {policy}: give --policy lru, lfu, lfru or aged, which need no foresight")]
     BatchPolicy { policy: String },
@@ -69,6 +81,9 @@ pub(crate) enum Error {
     SelfTest { failed: usize, tests: usize },
 
     #[error(transparent)]
+    Hub(#[from] crate::hub::Error),
+
+    #[error(transparent)]
     Core(#[from] comoe_core::Error),
 
     #[error(transparent)]
@@ -78,7 +93,10 @@ pub(crate) enum Error {
 impl Error {
     pub(crate) fn exit_code(&self) -> ExitCode {
         match self {
-            Self::Usage(_) | Self::BatchPolicy { .. } => ExitCode::from(USAGE),
+            Self::Usage(_)
+            | Self::BatchPolicy { .. }
+            | Self::DecodeTooMany { .. }
+            | Self::Hub(crate::hub::Error::BadName { .. }) => ExitCode::from(USAGE),
             _ => ExitCode::from(FAILED),
         }
     }

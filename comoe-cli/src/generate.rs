@@ -24,7 +24,7 @@ pub(crate) fn run(args: &GenerateArgs) -> Result<()> {
     check_prompt(prompt, args.sampler.raw)?;
 
     let memory = (args.output.stats || args.output.json).then(MemoryWatch::start);
-    let folder = model_path::find(args.model.model.as_deref())?;
+    let folder = model_path::find(args.model.model.as_deref(), args.output.quiet)?;
     let sampler = sampling::options(&args.sampler, &folder)?;
     let loaded = load::load(folder, &args.model, args.output.quiet)?;
     let settings = Settings { sampler, max_tokens: args.sampler.max_tokens, output: &args.output };

@@ -9,12 +9,13 @@ use candle_core::{DType, Device};
 use comoe_core::machine::ram_available;
 use comoe_core::stats::human_bytes;
 use comoe_core::{CacheOptions, Capacity, CudaOptions};
-use comoe_models::{LoadOptions, Model, Progress};
+use comoe_models::{Decoder, LoadOptions, Model, Progress};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
 use crate::args::{Format, ModelArgs};
 use crate::device;
 use crate::error::Result;
+use crate::hub;
 use crate::output::{say, watched};
 use crate::places::CacheFolder;
 
@@ -22,9 +23,9 @@ use crate::places::CacheFolder;
 /// the KV cache, and the page cache that misses are read through.
 const SHARE: u64 = 2;
 
-/// A model and how it came about.
-pub(crate) struct Loaded {
-    pub(crate) model: Model,
+/// A model, or its decoder alone, and how it came about.
+pub(crate) struct Loaded<M = Model> {
+    pub(crate) model: M,
     pub(crate) folder: PathBuf,
     pub(crate) options: LoadOptions,
     pub(crate) took: Duration,
@@ -41,6 +42,26 @@ pub(crate) struct Loaded {
 /// # Errors
 /// Names the file, tensor or number that is wrong.
 pub(crate) fn load(folder: PathBuf, args: &ModelArgs, quiet: bool) -> Result<Loaded> {
+    load_with(Model::load, folder, args, quiet)
+}
+
+/// Loads what computes in the model in `folder`; no tokenizer is needed.
+///
+/// # Errors
+/// Names the file, tensor or number that is wrong.
+pub(crate) fn load_decoder(folder: PathBuf, args: &ModelArgs, quiet: bool) -> Result<Loaded<Decoder>> {
+    load_with(Decoder::open, folder, args, quiet)
+}
+
+/// How models are loaded: from a folder to a device, with options and reports.
+type Load<M> = fn(&Path, &Device, &LoadOptions, &(dyn Fn(Progress) + Sync)) -> comoe_models::Result<M>;
+
+fn load_with<M: AsRef<Decoder>>(
+    load: Load<M>,
+    folder: PathBuf,
+    args: &ModelArgs,
+    quiet: bool,
+) -> Result<Loaded<M>> {
     let cache_dir = match args.format {
         Format::Source => None,
         Format::Converted(_) => {
@@ -78,11 +99,11 @@ pub(crate) fn load(folder: PathBuf, args: &ModelArgs, quiet: bool) -> Result<Loa
         cuda,
     };
     let started = Instant::now();
-    let model = Model::load(&folder, &opened.device, &options, &|p| bar.show(p));
+    let model = load(&folder, &opened.device, &options, &|p| bar.show(p));
     let model = model.and_then(|model| {
         if on_gpu {
             bar.preparing();
-            model.decoder().warm_up()?;
+            model.as_ref().warm_up()?;
         }
         Ok(model)
     });
@@ -108,14 +129,14 @@ fn default_capacity(device: &Device) -> Capacity {
     }
 }
 
-impl Loaded {
-    /// The model's name: that of its folder.
+impl<M: AsRef<Decoder>> Loaded<M> {
+    /// The model's name: that on the hub, or that of its folder.
     pub(crate) fn name(&self) -> String {
-        name_of(&self.folder)
+        hub::name_of_snapshot(&self.folder).unwrap_or_else(|| name_of(&self.folder))
     }
 
     fn say_what_is_in_force(&self, quiet: bool) {
-        let experts = self.model.experts();
+        let experts = self.model.as_ref().experts();
         if !quiet {
             let (stats, directory) = (experts.stats(), experts.directory());
             let layers = directory.layers();
@@ -127,7 +148,7 @@ impl Loaded {
                 device.device,
                 if self.options.dtype == DType::BF16 { "bf16 activations" } else { "f32 activations" },
                 layers.len(),
-                self.model.decoder().context(),
+                self.model.as_ref().context(),
                 self.took.as_secs_f64()
             );
             let room = if stats.slots == stats.records {
@@ -145,7 +166,7 @@ impl Loaded {
                 )
             };
             say!("experts: {}, {room}", self.format());
-            if let Some(m) = self.model.decoder().memory() {
+            if let Some(m) = self.model.as_ref().memory() {
                 say!(
                     "GPU memory: {} were free; {} for dense weights, {} for the KV cache, {} for activations, {} margin",
                     human_bytes(m.free),
@@ -157,14 +178,14 @@ impl Loaded {
             }
             self.notes.iter().for_each(|note| say!("note: {note}"));
         }
-        for note in self.model.decoder().notes() {
+        for note in self.model.as_ref().notes() {
             say!("note: {note}");
         }
     }
 
     /// The experts' format in force.
     pub(crate) fn format(&self) -> String {
-        self.model.experts().format().to_string()
+        self.model.as_ref().experts().format().to_string()
     }
 }
 

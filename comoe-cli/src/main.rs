@@ -6,11 +6,15 @@ mod device;
 mod doctor;
 mod error;
 mod generate;
+mod hub;
 mod input;
 mod load;
+mod logits;
 mod model_path;
+mod models;
 mod output;
 mod places;
+mod pull;
 mod report;
 mod sampling;
 mod size;
@@ -39,6 +43,9 @@ fn main() -> ExitCode {
     let done = match &cli.command {
         Command::Chat(args) => chat::run(args),
         Command::Generate(args) => generate::run(args),
+        Command::Pull(args) => pull::run(args),
+        Command::Models(args) => models::run(args),
+        Command::Logits(args) => logits::run(args),
         Command::Doctor(args) => doctor::run(args),
         Command::Trace(command) => trace::run(command),
     };

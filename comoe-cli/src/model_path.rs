@@ -3,22 +3,33 @@
 use std::path::{Path, PathBuf};
 
 use crate::error::{Error, Result};
+use crate::hub::{self, RepoName};
 
 /// The model that comes with CoMoE.
 pub(crate) const BUNDLED: &str = "comoe-tiny";
 /// The file that makes a folder a model.
 const CONFIG: &str = "config.json";
 
-/// The folder of the model asked for, or of comoe-tiny when none is.
-pub(crate) fn find(asked: Option<&Path>) -> Result<PathBuf> {
+/// The folder of the model asked for, or of comoe-tiny when none is. A model of the hub is fetched if need be.
+pub(crate) fn find(asked: Option<&Path>, quiet: bool) -> Result<PathBuf> {
     match asked {
-        Some(path) => given(path),
+        // A folder that is there goes before a name on the hub, as in transformers.
+        Some(path) => match named(path) {
+            Some(name) => hub::find(&name, quiet),
+            None => given(path),
+        },
         None => bundled(&candidates(
             std::env::current_exe().ok().as_deref(),
             std::env::current_dir().ok().as_deref(),
             Path::new(env!("CARGO_MANIFEST_DIR")),
         )),
     }
+}
+
+/// The name that `path` is on the hub; `None` for what is here, and for what cannot be one.
+fn named(path: &Path) -> Option<RepoName> {
+    let not_here = std::fs::symlink_metadata(path).is_err_and(|e| e.kind() == std::io::ErrorKind::NotFound);
+    if not_here { path.to_str()?.parse().ok() } else { None }
 }
 
 fn given(path: &Path) -> Result<PathBuf> {
@@ -84,6 +95,17 @@ mod tests {
             assert!(search().map_or(true, |found| found != place));
             put_model(&place);
             assert_eq!(search().unwrap(), place);
+        }
+    }
+
+    #[test]
+    fn a_name_of_the_hub_is_one_unless_something_is_there() {
+        let name = |text: &str| named(Path::new(text)).map(|n| n.to_string());
+        assert_eq!(name("org/model@v1").as_deref(), Some("org/model@v1"));
+        // The crate's own folder is the working directory of its tests.
+        assert_eq!(name("src/hub"), None);
+        for path in ["/no/such/folder", "./org/model", "../model", "model", "org/model/", "org/model/file"] {
+            assert_eq!(name(path), None, "{path}");
         }
     }
 

@@ -3,6 +3,7 @@
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 
+use crate::hub;
 use crate::sys;
 
 /// Where converted experts and the chat history are kept.
@@ -55,6 +56,50 @@ impl CacheFolder {
     }
 }
 
+/// What is said about the hub: the variables of the Python tools, with their meaning.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct HubPlaces {
+    /// Folder of the models.
+    pub(crate) cache: PathBuf,
+    /// Another hub than the usual one.
+    pub(crate) endpoint: Option<String>,
+    pub(crate) token: Option<String>,
+    /// Nothing is to be fetched.
+    pub(crate) offline: bool,
+}
+
+impl HubPlaces {
+    /// `HF_HOME` (else `$XDG_CACHE_HOME/huggingface`, else `~/.cache/huggingface`), `HF_HUB_CACHE`, `HF_ENDPOINT`,
+    /// `HF_TOKEN` (else the file `HF_TOKEN_PATH`, else `token` in `HF_HOME`), `HF_HUB_OFFLINE`.
+    ///
+    /// # Errors
+    /// When no folder is named.
+    pub(crate) fn from_env() -> Result<Self, hub::Error> {
+        Self::choose(|name| std::env::var_os(name))
+    }
+
+    fn choose(variable: impl Fn(&str) -> Option<OsString>) -> Result<Self, hub::Error> {
+        let set = |name| variable(name).filter(|v| !v.is_empty());
+        let folder = |name| set(name).map(PathBuf::from);
+        let text = |name| set(name).and_then(|v| v.into_string().ok());
+        let caches = || folder("XDG_CACHE_HOME").or_else(|| folder("HOME").map(|home| home.join(".cache")));
+        let home = folder("HF_HOME").or_else(|| caches().map(|caches| caches.join("huggingface")));
+        let own = folder("HF_HUB_CACHE").or_else(|| folder("HUGGINGFACE_HUB_CACHE"));
+        let cache =
+            own.or_else(|| home.as_ref().map(|home| home.join("hub"))).ok_or(hub::Error::NoCacheFolder)?;
+        let token_file = folder("HF_TOKEN_PATH").or_else(|| home.map(|home| home.join("token")));
+        let from_file = || std::fs::read_to_string(token_file?).ok();
+        let token = text("HF_TOKEN").or_else(|| text("HUGGING_FACE_HUB_TOKEN")).or_else(from_file);
+        let yes = |v: String| matches!(v.to_ascii_uppercase().as_str(), "1" | "ON" | "YES" | "TRUE");
+        Ok(Self {
+            cache,
+            endpoint: text("HF_ENDPOINT"),
+            token: token.map(|t| t.trim().to_owned()).filter(|t| !t.is_empty()),
+            offline: text("HF_HUB_OFFLINE").or_else(|| text("TRANSFORMERS_OFFLINE")).is_some_and(yes),
+        })
+    }
+}
+
 /// Whether a file can be made there, found out by making one.
 fn writable(folder: &Path) -> std::io::Result<()> {
     std::fs::create_dir_all(folder)?;
@@ -85,6 +130,33 @@ mod tests {
         }
         let relative = [("XDG_CACHE_HOME", Path::new("relative")), ("HOME", &*home)];
         assert_eq!(choose(&relative, root.path()).path, Some(home.join(".cache/comoe")));
+    }
+
+    #[test]
+    fn the_hub_is_described_by_the_python_tools_variables() {
+        let root = tempfile::tempdir().unwrap();
+        let home = root.path().display().to_string();
+        let choose = |variables: &[(&str, &str)]| {
+            let find = |name: &str| variables.iter().find(|v| v.0 == name).map(|v| OsString::from(v.1));
+            HubPlaces::choose(find)
+        };
+        let cache = |variables: &[(&str, &str)]| choose(variables).unwrap().cache;
+        assert_eq!(cache(&[("HOME", "/h")]), Path::new("/h/.cache/huggingface/hub"));
+        assert_eq!(cache(&[("HOME", "/h"), ("XDG_CACHE_HOME", "/x")]), Path::new("/x/huggingface/hub"));
+        assert_eq!(cache(&[("HOME", "/h"), ("HF_HOME", "/f")]), Path::new("/f/hub"));
+        assert_eq!(cache(&[("HF_HOME", "/f"), ("HF_HUB_CACHE", "/c")]), Path::new("/c"));
+        assert!(matches!(choose(&[("HF_HOME", "")]), Err(hub::Error::NoCacheFolder)));
+
+        assert_eq!(choose(&[("HF_HOME", &home)]).unwrap().token, None);
+        std::fs::write(root.path().join("token"), "from_file\n").unwrap();
+        assert_eq!(choose(&[("HF_HOME", &home)]).unwrap().token.as_deref(), Some("from_file"));
+        let both = choose(&[("HF_HOME", &home), ("HF_TOKEN", "given")]).unwrap();
+        assert_eq!((both.token.as_deref(), both.endpoint, both.offline), (Some("given"), None, false));
+        for (value, offline) in [("1", true), ("true", true), ("0", false), ("", false), ("no", false)] {
+            let chosen =
+                choose(&[("HOME", "/h"), ("HF_HUB_OFFLINE", value), ("HF_ENDPOINT", "http://e")]).unwrap();
+            assert_eq!((chosen.offline, chosen.endpoint.as_deref()), (offline, Some("http://e")), "{value}");
+        }
     }
 
     #[test]

@@ -3,7 +3,7 @@
 use comoe_core::CacheStats;
 use comoe_core::backend::cuda::measure::copy_bandwidth;
 use comoe_core::stats::human_bytes;
-use comoe_models::{Finish, Generation};
+use comoe_models::{Finish, Generation, Reply};
 use serde::Serialize;
 
 use crate::load::Loaded;
@@ -13,7 +13,11 @@ use crate::sys::MemoryWatch;
 /// The object that `--json` prints. Fields may be added, never renamed.
 #[derive(Debug, Serialize)]
 pub(crate) struct Report<'a> {
+    /// The answer.
     text: &'a str,
+    /// What the model thought before; absent when it did not, or when that is hidden.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    thought: Option<&'a str>,
     tokens: &'a [u32],
     prompt_tokens: usize,
     /// Prompt tokens whose keys and values were kept from the turn before.
@@ -70,15 +74,12 @@ struct Cache {
 }
 
 impl<'a> Report<'a> {
-    pub(crate) fn new(
-        loaded: &Loaded,
-        generation: &'a Generation,
-        seed: u64,
-        memory: Option<&MemoryWatch>,
-    ) -> Self {
+    pub(crate) fn new(loaded: &Loaded, reply: &'a Reply, seed: u64, memory: Option<&MemoryWatch>) -> Self {
+        let generation = &reply.generation;
         let timings = &generation.timings;
         Self {
-            text: &generation.text,
+            text: &reply.answer,
+            thought: reply.thought.as_deref(),
             tokens: &generation.tokens,
             prompt_tokens: generation.prompt_tokens,
             reused_tokens: generation.reused_tokens,

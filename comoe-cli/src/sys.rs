@@ -75,6 +75,29 @@ impl Drop for MemoryWatch {
     }
 }
 
+/// Bytes that this user may still write to the disk of `folder`; `None` where the system does not say.
+#[cfg(unix)]
+pub(crate) fn free_space(folder: &std::path::Path) -> Option<u64> {
+    use std::os::unix::ffi::OsStrExt;
+
+    let path = std::ffi::CString::new(folder.as_os_str().as_bytes()).ok()?;
+    // SAFETY: `path` ends with a zero and outlives the call; `found` is a plain C struct for which all zeroes is valid,
+    // and the call writes to nothing else.
+    let found = unsafe {
+        let mut found: libc::statvfs = std::mem::zeroed();
+        (libc::statvfs(path.as_ptr(), &mut found) == 0).then_some(found)
+    }?;
+    // The fields' types differ between systems.
+    #[allow(clippy::unnecessary_cast)]
+    Some((found.f_bavail as u64).saturating_mul(found.f_frsize as u64))
+}
+
+/// Elsewhere a disk that is full is noticed when it is.
+#[cfg(not(unix))]
+pub(crate) fn free_space(_: &std::path::Path) -> Option<u64> {
+    None
+}
+
 /// A number that tells this user from others.
 #[cfg(unix)]
 pub(crate) fn user() -> u32 {
@@ -200,6 +223,13 @@ mod tests {
         assert_eq!(field(text, "RssAnon:"), Some(3084 * 1024));
         assert_eq!(field(text, "Threads:"), None);
         assert_eq!(field(text, "Missing:"), None);
+    }
+
+    #[test]
+    #[cfg(unix)]
+    fn a_disk_has_room_and_a_folder_that_is_not_there_has_no_disk() {
+        assert!(free_space(&std::env::temp_dir()).unwrap() > 0);
+        assert_eq!(free_space(std::path::Path::new("/no/such/folder")), None);
     }
 
     #[test]

@@ -7,7 +7,7 @@ use comoe_models::{
     Conversation, Event, Finish, GenerateOptions, Generation, Model, Reply, SamplerOptions, Session,
 };
 
-use crate::args::OutputArgs;
+use crate::args::{OutputArgs, Think};
 use crate::error::{Error, Result};
 use crate::load::Loaded;
 use crate::output::{Answers, say};
@@ -97,7 +97,8 @@ impl<'m> Talk<'m> {
             graph: self.loaded.graph,
             ..GenerateOptions::default()
         };
-        let (answers, json) = (&mut self.answers, self.settings.output.json);
+        let (answers, output) = (&mut self.answers, self.settings.output);
+        let (json, shown) = (output.json, output.think == Think::Show);
 
         let answering = Answering::begin();
         let mut listen = |event: Event<'_>| {
@@ -108,6 +109,8 @@ impl<'m> Talk<'m> {
             }
             let written = match event {
                 Event::Text(piece) if !json => answers.piece(piece),
+                Event::Thought(piece) if !json && shown => answers.thought(piece),
+                Event::Thought(_) if !json => answers.hidden_thought(),
                 _ => true,
             };
             let on = written && !answering.interrupted();
@@ -115,7 +118,7 @@ impl<'m> Talk<'m> {
         };
         let reply = self.partner.say(text, options, &mut listen);
         drop(answering);
-        let Reply { generation, dropped_turns } = match reply {
+        let reply = match reply {
             Ok(reply) => reply,
             Err(e) => {
                 // The line that was shown already ends before the complaint begins.
@@ -124,10 +127,11 @@ impl<'m> Talk<'m> {
             }
         };
         if json {
-            self.answers.piece(&Report::new(self.loaded, &generation, seed, self.memory).line());
+            let shown = Reply { thought: reply.thought.clone().filter(|_| shown), ..reply.clone() };
+            self.answers.piece(&Report::new(self.loaded, &shown, seed, self.memory).line());
         }
         self.answers.end()?;
-        self.remark(&generation, dropped_turns);
+        self.remark(&reply.generation, reply.dropped_turns);
         Ok(())
     }
 
@@ -180,7 +184,7 @@ impl Partner<'_> {
             }
             Self::Text(raw) => {
                 let generation = raw.continue_with(text, options, listen)?;
-                Ok(Reply { generation, dropped_turns: 0 })
+                Ok(Reply { answer: generation.text.clone(), thought: None, generation, dropped_turns: 0 })
             }
         }
     }

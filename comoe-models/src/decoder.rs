@@ -410,6 +410,12 @@ impl Decoder {
     }
 }
 
+impl AsRef<Self> for Decoder {
+    fn as_ref(&self) -> &Self {
+        self
+    }
+}
+
 impl Layer {
     /// What a branch adds to the residual stream: the mixer's (0) or the feed-forward part's (1) result under the norm
     /// and the factor behind it.

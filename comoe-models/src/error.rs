@@ -189,6 +189,22 @@ pub enum Error {
         reason: String,
     },
 
+    /// A tokenizer in a form that is not read.
+    #[error(
+        "{}: there is no tokenizer.json, only {file} ({kind}): convert it once with Python, python -c \"from \
+         transformers import AutoTokenizer as T; T.from_pretrained('{folder}').save_pretrained('{folder}')\", or put the \
+         tokenizer.json of another copy of the model beside it",
+        folder.display(), folder = folder.display()
+    )]
+    ForeignTokenizer {
+        /// The model's folder.
+        folder: PathBuf,
+        /// The file that holds the tokenizer.
+        file: String,
+        /// Whose format that is.
+        kind: &'static str,
+    },
+
     /// The chat template failed, or refused the conversation.
     #[error("chat template: {reason}")]
     Template {

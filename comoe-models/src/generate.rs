@@ -60,6 +60,8 @@ pub enum Event<'a> {
     /// A token was generated, and this text (often empty) became final. Also sent once at the end for text that was
     /// held back.
     Text(&'a str),
+    /// The same for what the model thinks before it answers. Conversations tell the two apart, sessions do not.
+    Thought(&'a str),
 }
 
 /// Why an answer ended.

@@ -34,18 +34,17 @@ impl Model {
     ) -> Result<Self> {
         let config = ConfigFile::of_model(folder)?;
         let plan = arch::plan(&config)?;
-        let tokenizer_path = folder.join("tokenizer.json");
-        let tokenizer = Tokenizer::read(&tokenizer_path)?;
+        let tokenizer = Tokenizer::of_model(folder)?;
         if tokenizer.vocab_size() > plan.vocab {
             let reason = format!(
                 "has {} tokens, the model's vocabulary only {}: it belongs to another model",
                 tokenizer.vocab_size(),
                 plan.vocab
             );
-            return Err(Error::bad_file(tokenizer_path, reason));
+            return Err(Error::bad_file(folder.join("tokenizer.json"), reason));
         }
         let template = ChatTemplate::find(folder)?;
-        let stop = stop_tokens(folder, &config)?;
+        let stop = stop_tokens(folder, &config, &tokenizer)?;
         let decoder = open_decoder(plan, folder, device, options, progress)?;
         Ok(Self { decoder, tokenizer, template, stop })
     }
@@ -107,12 +106,25 @@ impl Model {
     }
 }
 
-/// The ids under `eos_token_id` of `generation_config.json` (where there is one) and of `config.json`.
-fn stop_tokens(folder: &Path, config: &ConfigFile) -> Result<Vec<u32>> {
+impl AsRef<Decoder> for Model {
+    fn as_ref(&self) -> &Decoder {
+        &self.decoder
+    }
+}
+
+/// The ids under `eos_token_id` of `generation_config.json` (where there is one) and of `config.json`, and the token
+/// under `eos_token` of `tokenizer_config.json`: each of them is the only right one for some models.
+fn stop_tokens(folder: &Path, config: &ConfigFile, tokenizer: &Tokenizer) -> Result<Vec<u32>> {
     let mut ids = config.token_ids("eos_token_id")?;
     let path = folder.join("generation_config.json");
     if path.exists() {
         ids.extend(ConfigFile::read(&path)?.token_ids("eos_token_id")?);
+    }
+    let path = folder.join("tokenizer_config.json");
+    if path.exists() {
+        // As text, or as an object with the text in it.
+        let end: Option<String> = ConfigFile::read(&path)?.first(&["eos_token.content", "eos_token"])?;
+        ids.extend(end.and_then(|token| tokenizer.id(&token)));
     }
     ids.sort_unstable();
     ids.dedup();

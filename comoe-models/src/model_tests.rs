@@ -261,6 +261,7 @@ fn generation_streams_what_it_returns_and_ends_for_the_right_reason() {
             match e {
                 Event::Text(t) => streamed.push_str(t),
                 Event::Prefill { done, total } => prefill.push((done, total)),
+                Event::Thought(t) => panic!("a session knows no thoughts: {t}"),
             }
             ControlFlow::Continue(())
         })
@@ -402,6 +403,59 @@ fn a_conversation_keeps_keys_and_drops_its_oldest_turns() {
     std::fs::remove_file(dir.path().join("tokenizer_config.json")).unwrap();
     let model = load(dir.path());
     assert!(matches!(model.conversation(None).map(|_| ()), Err(Error::NoTemplate)));
+}
+
+#[test]
+fn an_answer_ends_with_the_tokenizers_end_token_too() {
+    let dir = folder(&tiny_config());
+    assert_eq!(load(dir.path()).stop_tokens(), [264]);
+    let path = dir.path().join("tokenizer_config.json");
+    for end in [r#""<|im_start|>""#, r#"{"content": "<|im_start|>", "special": true}"#] {
+        std::fs::write(&path, format!(r#"{{"eos_token": {end}}}"#)).unwrap();
+        assert_eq!(load(dir.path()).stop_tokens(), [263, 264]);
+    }
+    // What the tokenizer does not know cannot come.
+    for other in [r#""<|nothing|>""#, "null"] {
+        std::fs::write(&path, format!(r#"{{"eos_token": {other}}}"#)).unwrap();
+        assert_eq!(load(dir.path()).stop_tokens(), [264]);
+    }
+}
+
+#[test]
+fn thoughts_are_told_from_answers_and_not_said_again() {
+    let dir = folder(&tiny_config());
+    // Everything that this model says is a thought: the prompt opens one, and it never closes.
+    let template = "{% for m in messages %}{{ m.role }}:{{ m.content }};{{ m.reasoning_content is defined }}{% endfor %}<think>";
+    let config = serde_json::json!({"chat_template": template});
+    std::fs::write(dir.path().join("tokenizer_config.json"), config.to_string()).unwrap();
+    let model = load(dir.path());
+    let mut chat = model.conversation(None).unwrap();
+    let (mut thought, mut answer) = (String::new(), String::new());
+    let reply = chat
+        .say("hi", &at_most(12), &mut |event| {
+            match event {
+                Event::Thought(text) => thought.push_str(text),
+                Event::Text(text) => answer.push_str(text),
+                Event::Prefill { .. } => {}
+            }
+            ControlFlow::Continue(())
+        })
+        .unwrap();
+    assert_eq!((reply.answer.as_str(), answer.as_str()), ("", ""));
+    assert_eq!(reply.thought.as_deref(), Some(thought.as_str()));
+    assert_eq!(reply.generation.text.trim(), thought);
+    let said = &chat.messages()[1];
+    assert_eq!((said.content.as_str(), &said.reasoning), ("", &reply.thought));
+    let prompt = model.template().unwrap().render(chat.messages(), true).unwrap();
+    assert_eq!(prompt, "user:hi;Falseassistant:;True<think>");
+    // Breaking off works within a thought as well.
+    let mut tokens = 0;
+    let mut stop_at_three = |event: Event<'_>| {
+        tokens += usize::from(!matches!(event, Event::Prefill { .. }));
+        if tokens == 3 { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
+    };
+    let stopped = chat.say("hi", &at_most(12), &mut stop_at_three).unwrap();
+    assert_eq!((stopped.generation.finish, stopped.generation.tokens.len()), (Finish::Cancelled, 3));
 }
 
 #[test]

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use candle_core::{DType, Device, IndexOp, Tensor};
 use comoe_core::{CacheOptions, Capacity};
-use comoe_models::{Event, Finish, GenerateOptions, LoadOptions, Message, Model, Role, Rows};
+use comoe_models::{Event, Finish, GenerateOptions, LoadOptions, Message, Model, Rows};
 
 fn assets(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../assets").join(name)
@@ -73,12 +73,12 @@ fn the_chat_template_and_its_tokens_are_those_of_transformers() {
             .unwrap()
             .iter()
             .map(|m| {
-                let role = match m["role"].as_str().unwrap() {
-                    "system" => Role::System,
-                    "user" => Role::User,
-                    _ => Role::Assistant,
-                };
-                Message { role, content: m["content"].as_str().unwrap().to_owned() }
+                let content = m["content"].as_str().unwrap();
+                match m["role"].as_str().unwrap() {
+                    "system" => Message::system(content),
+                    "user" => Message::user(content),
+                    _ => Message::assistant(content),
+                }
             })
             .collect();
         let ask = case["add_generation_prompt"].as_bool().unwrap();

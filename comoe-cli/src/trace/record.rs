@@ -10,7 +10,7 @@ use comoe_models::load::ConfigFile;
 
 use super::args::RecordArgs;
 use super::name;
-use crate::args::OutputArgs;
+use crate::args::{OutputArgs, Think};
 use crate::error::{Error, Result};
 use crate::input::Lines;
 use crate::load::{self, Loaded};
@@ -63,7 +63,7 @@ impl Recording {
 
 /// The experts of the model in `folder`, by its config alone; record sizes are not known from that, and are 1.
 pub(super) fn experts_of(folder: &Path) -> Result<Directory> {
-    let folder = model_path::find(Some(folder))?;
+    let folder = model_path::find(Some(folder), false)?;
     let plan = arch::plan(&ConfigFile::of_model(&folder)?)?;
     Directory::new(plan.moe_layers().map(|(layer, moe)| (layer, moe.experts, 1))).map_err(Error::core)
 }
@@ -71,11 +71,11 @@ pub(super) fn experts_of(folder: &Path) -> Result<Directory> {
 pub(crate) fn run(args: &RecordArgs) -> Result<()> {
     sampling::check(&args.sampler)?;
     let prompts = prompts(&args.prompts, args.sampler.raw)?;
-    let folder = model_path::find(args.model.model.as_deref())?;
+    let folder = model_path::find(args.model.model.as_deref(), args.quiet)?;
     let sampler = sampling::options(&args.sampler, &folder)?;
     let loaded = load::load(folder, &args.model, args.quiet)?;
     let recording = Recording::start(&args.output, &loaded, !args.no_weights)?;
-    let output = OutputArgs { stats: false, json: false, quiet: args.quiet, trace: None };
+    let output = OutputArgs { stats: false, json: false, quiet: args.quiet, think: Think::Show, trace: None };
     let settings = Settings { sampler, max_tokens: args.sampler.max_tokens, output: &output };
     let mut talk = match args.sampler.raw {
         true => Talk::without_template(&loaded, settings, None),

@@ -76,6 +76,43 @@ fn raw_turns_continue_one_text() {
     assert_eq!(turns[1]["prompt_tokens"], 3 + 12 + 3);
 }
 
+/// A model whose prompts open a thought that its answers, which are letters only, never close.
+pub(crate) fn thinker() -> tempfile::TempDir {
+    let folder = tempfile::tempdir().unwrap();
+    Checkpoint::new(Sizes::default()).write(folder.path());
+    let template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: <think>\n";
+    let config = serde_json::json!({"chat_template": template}).to_string();
+    std::fs::write(folder.path().join("tokenizer_config.json"), config).unwrap();
+    folder
+}
+
+#[test]
+fn thoughts_are_marked_or_left_out() {
+    let thinker = thinker();
+    let generate = |extra: &[&str]| {
+        let args = ["-p=hello", "--temperature=0", "--max-tokens=12", "--quiet"];
+        crate::program::generate(thinker.path(), &[&args, extra].concat())
+    };
+    let json = generate(&["--json"]).json();
+    let thought = json["thought"].as_str().unwrap();
+    assert_eq!((thought.len(), &json["text"]), (12, &"".into()));
+    assert_eq!(generate(&[]).answer(), format!("<think>\n{thought}\n</think>\n\n"));
+    assert_eq!(generate(&["--think=hide"]).answer(), "");
+    let hidden = generate(&["--think=hide", "--json"]).json();
+    assert_eq!((hidden.get("thought"), &hidden["tokens"]), (None, &json["tokens"]));
+    // What was thought is not said again: the second prompt has no letter of it.
+    let mut command = comoe();
+    command.arg("chat").arg(thinker.path()).args(["--temperature=0", "--max-tokens=12", "--json"]);
+    let turns = run_with(&mut command, b"a\nb\n");
+    let prompts: Vec<u64> = lines(&turns)
+        .iter()
+        .map(|l| serde_json::from_str::<serde_json::Value>(l).unwrap()["prompt_tokens"].as_u64().unwrap())
+        .collect();
+    assert_eq!(prompts[1] - prompts[0], ("assistant: \n".len() + "user: b\n".len()) as u64);
+    // A text without a template has no thoughts.
+    assert!(generate(&["--raw", "--json"]).json().get("thought").is_none());
+}
+
 #[test]
 fn instructions_come_first() {
     let tokens = |run: Run| {

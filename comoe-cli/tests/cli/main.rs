@@ -5,8 +5,11 @@ mod chat;
 mod checkpoint;
 mod comoe_tiny;
 mod generate;
+mod hub;
+mod logits;
 #[cfg(target_os = "linux")]
 mod memory;
+mod models;
 mod program;
 #[cfg(target_os = "linux")]
 mod terminal;

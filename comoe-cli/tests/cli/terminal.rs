@@ -64,6 +64,30 @@ impl Person {
 }
 
 #[test]
+fn thoughts_are_faint_on_a_terminal_or_a_sign_of_life() {
+    let thinker = crate::chat::thinker();
+    let home = tempfile::tempdir().unwrap();
+    let model = thinker.path().display().to_string();
+    let mut person = Person::sits_down(&[&model, "--temperature=0", "--max-tokens=12"], home.path());
+    person.sees("> ");
+    person.types("hello\r");
+    person.sees("\x1b[2m");
+    person.sees("\x1b[22m");
+    person.sees("> ");
+    person.types("\x04");
+    assert!(person.child.wait().unwrap().success());
+    let hide = [&model, "--temperature=0", "--max-tokens=400", "--think=hide"];
+    let mut person = Person::sits_down(&hide, home.path());
+    person.sees("> ");
+    person.types("hello\r");
+    person.sees("thinking");
+    person.sees("> ");
+    assert!(!person.seen.contains("\x1b[2m"));
+    person.types("\x04");
+    assert!(person.child.wait().unwrap().success());
+}
+
+#[test]
 fn a_person_talks_stops_an_answer_and_leaves() {
     let folder = tempfile::tempdir().unwrap();
     Checkpoint::new(Sizes { context: 65536, ..Sizes::default() }).write(folder.path());

@@ -2,7 +2,7 @@
 
 use std::ops::ControlFlow;
 
-use super::{ChatTemplate, Message, Role};
+use super::{ChatTemplate, Message, Part, Role, Thinking};
 use crate::error::{Error, Result};
 use crate::generate::{Event, GenerateOptions, Generation, Session};
 use crate::model::Model;
@@ -20,8 +20,12 @@ pub struct Conversation<'m> {
 /// An answer within a conversation.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Reply {
-    /// The answer.
+    /// What was generated: its text is all of it, thoughts and the marks around them included.
     pub generation: Generation,
+    /// The answer alone.
+    pub answer: String,
+    /// What the model thought before it answered, where it did.
+    pub thought: Option<String>,
     /// Turns (a message of the person with what the model answered) that were dropped to make room, this time.
     pub dropped_turns: usize,
 }
@@ -70,15 +74,15 @@ impl<'m> Conversation<'m> {
         let mut messages = self.messages.clone();
         messages.push(Message::user(text));
         let mut dropped_turns = 0;
-        let prompt = loop {
+        let (rendered, prompt) = loop {
             let rendered = self.template.render(&messages, true)?;
             let ids = model.tokenizer().encode(&rendered, false)?;
             if ids.len() + reserve <= context {
-                break ids;
+                break (rendered, ids);
             }
             if !drop_oldest_turn(&mut messages) {
                 if ids.len() < context {
-                    break ids;
+                    break (rendered, ids);
                 }
                 return Err(Error::MessageTooLong { tokens: ids.len(), context });
             }
@@ -87,10 +91,59 @@ impl<'m> Conversation<'m> {
         let room = context.saturating_sub(prompt.len());
         let options =
             GenerateOptions { max_tokens: options.max_tokens.map(|n| n.min(room)), ..options.clone() };
-        let generation = self.session.generate(&prompt, &options, listener)?;
-        messages.push(Message::assistant(generation.text.clone()));
+        let mut heard = Heard::default();
+        let mut thinking = Thinking::new(&rendered, model.tokenizer().has_channels());
+        let generation = self.session.generate(&prompt, &options, &mut |event| match event {
+            Event::Text(text) => {
+                let mut parts = 0;
+                let mut flow = ControlFlow::Continue(());
+                thinking.push(text, &mut |part, text| {
+                    parts += 1;
+                    if heard.pass(part, text, listener).is_break() {
+                        flow = ControlFlow::Break(());
+                    }
+                });
+                // Every token is told, so that every token can be the last.
+                if parts == 0 { listener(Event::Text("")) } else { flow }
+            }
+            other => listener(other),
+        })?;
+        thinking.finish(&mut |part, text| {
+            // The answer has ended: there is nothing left to break off.
+            let _ = heard.pass(part, text, listener);
+        });
+        let Heard { answer, thought } = heard;
+        let thought = Some(thought).filter(|t| !t.is_empty());
+        messages.push(Message { reasoning: thought.clone(), ..Message::assistant(answer.clone()) });
         self.messages = messages;
-        Ok(Reply { generation, dropped_turns })
+        Ok(Reply { generation, answer, thought, dropped_turns })
+    }
+}
+
+/// What came of an answer so far.
+#[derive(Default)]
+struct Heard {
+    answer: String,
+    thought: String,
+}
+
+impl Heard {
+    fn pass(
+        &mut self,
+        part: Part,
+        text: &str,
+        listener: &mut dyn FnMut(Event<'_>) -> ControlFlow<()>,
+    ) -> ControlFlow<()> {
+        match part {
+            Part::Answer => {
+                self.answer.push_str(text);
+                listener(Event::Text(text))
+            }
+            Part::Thought => {
+                self.thought.push_str(text);
+                listener(Event::Thought(text))
+            }
+        }
     }
 }
 

@@ -3,40 +3,111 @@
 use std::io;
 
 use serde::Serialize;
-use serde_json::ser::{Formatter, PrettyFormatter, Serializer};
+use serde_json::ser::{Formatter, Serializer};
 
-/// `json.dumps(value, ensure_ascii=ascii, indent=indent)`: `", "` and `": "` between parts, or one part a line.
-pub(super) fn python_json(
-    value: &impl Serialize,
-    indent: Option<usize>,
-    ascii: bool,
-) -> Result<String, String> {
-    let mut out = Vec::new();
-    let done = match indent {
-        Some(n) => {
-            let spaces = vec![b' '; n];
-            value.serialize(&mut Serializer::with_formatter(&mut out, PrettyFormatter::with_indent(&spaces)))
-        }
-        None => value.serialize(&mut Serializer::with_formatter(&mut out, Spaced)),
-    };
-    done.map_err(|e| e.to_string())?;
-    let text = String::from_utf8(out).map_err(|e| e.to_string())?;
-    Ok(if ascii { escape_non_ascii(&text) } else { text })
+/// How `json.dumps` is asked to write.
+#[derive(Debug, Clone, Default)]
+pub(super) struct PythonJson {
+    /// One part a line, so many spaces deep.
+    pub(super) indent: Option<usize>,
+    /// `ensure_ascii`
+    pub(super) ascii: bool,
+    /// Between parts, and between a key and its value. The usual ones are `", "`, which is `","` with an indent, and
+    /// `": "`.
+    pub(super) separators: Option<[String; 2]>,
+    /// `sort_keys`
+    pub(super) sorted: bool,
 }
 
-struct Spaced;
+/// `json.dumps(value, ...)`.
+pub(super) fn python_json(value: &impl Serialize, how: PythonJson) -> Result<String, String> {
+    let failed = |e: serde_json::Error| e.to_string();
+    let separators = how.separators.unwrap_or_else(|| {
+        let between = if how.indent.is_some() { "," } else { ", " };
+        [between.to_owned(), ": ".to_owned()]
+    });
+    let mut out = Vec::new();
+    let mut to = Serializer::with_formatter(
+        &mut out,
+        Python { separators, indent: how.indent, depth: 0, empty: true },
+    );
+    match how.sorted {
+        // The map of serde_json sorts its keys.
+        true => serde_json::to_value(value).and_then(|sorted| sorted.serialize(&mut to)),
+        false => value.serialize(&mut to),
+    }
+    .map_err(failed)?;
+    let text = String::from_utf8(out).map_err(|e| e.to_string())?;
+    Ok(if how.ascii { escape_non_ascii(&text) } else { text })
+}
 
-impl Formatter for Spaced {
+struct Python {
+    separators: [String; 2],
+    indent: Option<usize>,
+    depth: usize,
+    /// Whether the list or object at hand has had no part yet.
+    empty: bool,
+}
+
+impl Python {
+    fn begin<W: ?Sized + io::Write>(&mut self, w: &mut W, bracket: &[u8]) -> io::Result<()> {
+        self.depth += 1;
+        self.empty = true;
+        w.write_all(bracket)
+    }
+
+    fn part<W: ?Sized + io::Write>(&mut self, w: &mut W, first: bool) -> io::Result<()> {
+        if !first {
+            w.write_all(self.separators[0].as_bytes())?;
+        }
+        self.empty = false;
+        self.line(w)
+    }
+
+    fn end<W: ?Sized + io::Write>(&mut self, w: &mut W, bracket: &[u8]) -> io::Result<()> {
+        self.depth -= 1;
+        if !self.empty {
+            self.line(w)?;
+        }
+        self.empty = false;
+        w.write_all(bracket)
+    }
+
+    fn line<W: ?Sized + io::Write>(&self, w: &mut W) -> io::Result<()> {
+        match self.indent {
+            Some(indent) => write!(w, "\n{:1$}", "", indent * self.depth),
+            None => Ok(()),
+        }
+    }
+}
+
+impl Formatter for Python {
+    fn begin_array<W: ?Sized + io::Write>(&mut self, w: &mut W) -> io::Result<()> {
+        self.begin(w, b"[")
+    }
+
+    fn end_array<W: ?Sized + io::Write>(&mut self, w: &mut W) -> io::Result<()> {
+        self.end(w, b"]")
+    }
+
     fn begin_array_value<W: ?Sized + io::Write>(&mut self, w: &mut W, first: bool) -> io::Result<()> {
-        w.write_all(if first { b"" } else { b", " })
+        self.part(w, first)
+    }
+
+    fn begin_object<W: ?Sized + io::Write>(&mut self, w: &mut W) -> io::Result<()> {
+        self.begin(w, b"{")
+    }
+
+    fn end_object<W: ?Sized + io::Write>(&mut self, w: &mut W) -> io::Result<()> {
+        self.end(w, b"}")
     }
 
     fn begin_object_key<W: ?Sized + io::Write>(&mut self, w: &mut W, first: bool) -> io::Result<()> {
-        w.write_all(if first { b"" } else { b", " })
+        self.part(w, first)
     }
 
     fn begin_object_value<W: ?Sized + io::Write>(&mut self, w: &mut W) -> io::Result<()> {
-        w.write_all(b": ")
+        w.write_all(self.separators[1].as_bytes())
     }
 }
 
@@ -63,11 +134,20 @@ mod tests {
     #[test]
     fn as_python_prints_it() {
         let v = serde_json::json!({"a": {}, "b": [1, 2.5, null, true], "s": "é\n\"😀"});
+        let plain = PythonJson::default;
         assert_eq!(
-            python_json(&v, None, false).unwrap(),
+            python_json(&v, plain()).unwrap(),
             r#"{"a": {}, "b": [1, 2.5, null, true], "s": "é\n\"😀"}"#
         );
-        assert_eq!(python_json(&v["s"], None, true).unwrap(), r#""\u00e9\n\"\ud83d\ude00""#);
-        assert_eq!(python_json(&v["b"], Some(2), false).unwrap(), "[\n  1,\n  2.5,\n  null,\n  true\n]");
+        let ascii = PythonJson { ascii: true, ..plain() };
+        assert_eq!(python_json(&v["s"], ascii).unwrap(), r#""\u00e9\n\"\ud83d\ude00""#);
+        let indented = || PythonJson { indent: Some(2), ..plain() };
+        assert_eq!(python_json(&v["b"], indented()).unwrap(), "[\n  1,\n  2.5,\n  null,\n  true\n]");
+        assert_eq!(
+            python_json(&serde_json::json!([[], [{}]]), indented()).unwrap(),
+            "[\n  [],\n  [\n    {}\n  ]\n]"
+        );
+        let tight = PythonJson { separators: Some([",".into(), ":".into()]), ..plain() };
+        assert_eq!(python_json(&v["b"], tight).unwrap(), "[1,2.5,null,true]");
     }
 }

@@ -3,12 +3,16 @@
 mod conversation;
 mod detokenizer;
 mod json;
+mod python;
 mod stop;
 mod template;
+mod thinking;
+mod tiktoken;
 mod tokenizer;
 
 pub use conversation::{Conversation, Reply};
 pub use detokenizer::Detokenizer;
 pub use stop::StopStrings;
 pub use template::{ChatTemplate, Message, Role};
+pub use thinking::{Part, Thinking};
 pub use tokenizer::Tokenizer;

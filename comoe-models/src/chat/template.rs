@@ -1,25 +1,31 @@
 //! A model's chat template: Jinja that turns messages into the text the model was trained on.
 
+use std::collections::BTreeMap;
 use std::path::Path;
+use std::sync::{Arc, OnceLock};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use minijinja::syntax::SyntaxConfig;
 use minijinja::value::{Kwargs, Serde, Value};
-use minijinja::{Environment, ErrorKind};
-use serde::Serialize;
+use minijinja::{Environment, ErrorKind, Output, State};
+use serde::ser::{Serialize, SerializeMap, Serializer};
 
-use super::json::python_json;
+use super::json::{PythonJson, python_json};
+use super::python;
 use crate::error::{Error, Result};
 
 /// Steps that a template may take: a few hundred times what real ones need for a full context, and still well under
 /// a second.
 const FUEL: u64 = 5_000_000;
 
+/// Where a template and its special tokens usually are.
+const CONFIG: &str = "tokenizer_config.json";
+
 /// What a template function gives.
 type Rendered = std::result::Result<String, minijinja::Error>;
 
 /// Who says a message.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Role {
     /// Instructions before the conversation.
@@ -31,61 +37,90 @@ pub enum Role {
 }
 
 /// One message of a conversation.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Message {
     /// Who says it.
     pub role: Role,
     /// What is said.
     pub content: String,
+    /// What the model thought before it said it. Templates see it as `reasoning_content` and as `thinking`.
+    pub reasoning: Option<String>,
 }
 
 impl Message {
     /// A message of the person.
     pub fn user(content: impl Into<String>) -> Self {
-        Self { role: Role::User, content: content.into() }
+        Self { role: Role::User, content: content.into(), reasoning: None }
     }
 
     /// A message of the model.
     pub fn assistant(content: impl Into<String>) -> Self {
-        Self { role: Role::Assistant, content: content.into() }
+        Self { role: Role::Assistant, content: content.into(), reasoning: None }
     }
 
     /// Instructions.
     pub fn system(content: impl Into<String>) -> Self {
-        Self { role: Role::System, content: content.into() }
+        Self { role: Role::System, content: content.into(), reasoning: None }
+    }
+}
+
+/// As `transformers` gives it to templates: with both names of the reasoning, or neither.
+impl Serialize for Message {
+    fn serialize<S: Serializer>(&self, serializer: S) -> std::result::Result<S::Ok, S::Error> {
+        let mut map = serializer.serialize_map(None)?;
+        if let Some(reasoning) = &self.reasoning {
+            map.serialize_entry("thinking", reasoning)?;
+        }
+        map.serialize_entry("role", &self.role)?;
+        map.serialize_entry("content", &self.content)?;
+        if let Some(reasoning) = &self.reasoning {
+            map.serialize_entry("reasoning_content", reasoning)?;
+        }
+        map.end()
     }
 }
 
 /// A compiled chat template and the special tokens that it may name.
 ///
-/// It behaves as `transformers` runs it: `trim_blocks`, `lstrip_blocks`, loop controls, Python's string methods,
-/// `raise_exception`, `strftime_now` (in UTC), `tojson` with Python's separators; `{% generation %}` marks are passed
-/// over. A template cannot read files or include others, and one that does not end is stopped.
+/// It behaves as `transformers` runs it: `trim_blocks`, `lstrip_blocks`, loop controls, Python's string methods and its
+/// way to print values, `raise_exception`, `strftime_now` (in UTC), `tojson` with Python's separators; `{% generation %}`
+/// marks are passed over. A template cannot read files or include others, and one that does not end is stopped.
 #[derive(Debug)]
 pub struct ChatTemplate {
     env: Environment<'static>,
     special: Vec<(String, String)>,
+    /// Seconds since 1970 that stand for now; unset it is now.
+    clock: Arc<OnceLock<u64>>,
 }
 
 impl ChatTemplate {
     /// Looks in a model folder: `chat_template.jinja`, else `chat_template` of `tokenizer_config.json` (a text, or a
-    /// list of named ones of which `default` is taken). `None` when there is neither.
+    /// list of named ones of which `default` is taken) or of `chat_template.json`. `None` when there is none. Special
+    /// tokens are those of `tokenizer_config.json`, and what `special_tokens_map.json` has besides.
     ///
     /// # Errors
     /// [`Error::BadFile`] for a file that cannot be read as such, [`Error::Template`] for a template that does not
     /// compile.
     pub fn find(folder: &Path) -> Result<Option<Self>> {
-        let path = folder.join("tokenizer_config.json");
-        let config = match read_optional(&path)? {
-            None => serde_json::Value::Null,
-            Some(text) => serde_json::from_str(&text)
-                .map_err(|e| Error::bad_file(&path, format!("not valid JSON: {e}")))?,
+        let json = |name: &str| -> Result<serde_json::Value> {
+            let path = folder.join(name);
+            match read_optional(&path)? {
+                None => Ok(serde_json::Value::Null),
+                Some(text) => serde_json::from_str(&text)
+                    .map_err(|e| Error::bad_file(&path, format!("not valid JSON: {e}"))),
+            }
         };
-        let source = match read_optional(&folder.join("chat_template.jinja"))? {
-            Some(text) => Some(text),
-            None => template_of(&config["chat_template"]).map_err(|reason| Error::bad_file(&path, reason))?,
-        };
-        source.map(|s| Self::new(&s, special_tokens(&config))).transpose()
+        let config = json(CONFIG)?;
+        let mut source = read_optional(&folder.join("chat_template.jinja"))?;
+        for name in [CONFIG, "chat_template.json"] {
+            if source.is_none() {
+                let found = template_of(&json(name)?["chat_template"]);
+                source = found.map_err(|reason| Error::bad_file(folder.join(name), reason))?;
+            }
+        }
+        let mut special = special_tokens(&json("special_tokens_map.json")?);
+        special.extend(special_tokens(&config));
+        source.map(|s| Self::new(&s, special.into_iter().collect())).transpose()
     }
 
     /// Compiles a template. `special` holds variables such as `bos_token` and their texts.
@@ -98,22 +133,38 @@ impl ChatTemplate {
         env.set_syntax(syntax);
         env.set_fuel(Some(FUEL));
         env.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
+        env.set_formatter(|out: &mut Output<'_>, _: &mut State<'_, '_>, value: &Value| {
+            Ok(std::fmt::Write::write_str(out, &python::text(value))?)
+        });
+        env.add_filter("string", |value: Value| python::text(&value));
         env.add_function("raise_exception", |reason: String| -> Rendered {
             Err(minijinja::Error::new(ErrorKind::InvalidOperation, reason))
         });
-        env.add_function("strftime_now", |format: String| {
-            let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs());
-            strftime(now, &format)
+        let clock = Arc::<OnceLock<u64>>::default();
+        let set = clock.clone();
+        env.add_function("strftime_now", move |format: String| {
+            let now = || SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs());
+            python::strftime(set.get().copied().unwrap_or_else(now), &format)
         });
         env.add_filter("tojson", |value: Value, options: Kwargs| -> Rendered {
-            let indent = options.get::<Option<usize>>("indent")?;
-            let ascii = options.get::<Option<bool>>("ensure_ascii")?.unwrap_or(false);
+            let how = PythonJson {
+                indent: options.get("indent")?,
+                ascii: options.get::<Option<bool>>("ensure_ascii")?.unwrap_or(false),
+                separators: options.get::<Option<Vec<String>>>("separators")?.and_then(|s| s.try_into().ok()),
+                sorted: options.get::<Option<bool>>("sort_keys")?.unwrap_or(false),
+            };
             options.assert_all_used()?;
-            python_json(&value, indent, ascii)
-                .map_err(|e| minijinja::Error::new(ErrorKind::BadSerialization, e))
+            python_json(&value, how).map_err(|e| minijinja::Error::new(ErrorKind::BadSerialization, e))
         });
         env.add_template_owned("chat", without_generation_marks(source)).map_err(failed)?;
-        Ok(Self { env, special })
+        Ok(Self { env, special, clock })
+    }
+
+    /// The same template with its clock stopped so many seconds after 1970-01-01 (UTC), where it had none: prompts with
+    /// the date in them are then the same every day.
+    pub fn at(self, seconds: u64) -> Self {
+        self.clock.get_or_init(|| seconds);
+        self
     }
 
     /// The text of a conversation; `ask` appends the beginning of the model's next message.
@@ -123,9 +174,22 @@ impl ChatTemplate {
     /// # Errors
     /// [`Error::Template`]: the template refuses (its own words) or fails.
     pub fn render(&self, messages: &[Message], ask: bool) -> Result<String> {
-        let mut context: std::collections::BTreeMap<&str, Value> =
+        self.render_values(Value::from(Serde(messages)), ask, [])
+    }
+
+    /// The same for messages of any shape, with more variables, such as `tools`.
+    fn render_values<'a>(
+        &'a self,
+        messages: Value,
+        ask: bool,
+        more: impl IntoIterator<Item = (&'a str, Value)>,
+    ) -> Result<String> {
+        let mut context: BTreeMap<&str, Value> =
             self.special.iter().map(|(k, v)| (k.as_str(), Value::from(v.as_str()))).collect();
-        context.insert("messages", Value::from(Serde(messages)));
+        // Templates ask whether these are none: `transformers` defines them always.
+        context.extend([("tools", Value::from(())), ("documents", Value::from(()))]);
+        context.extend(more);
+        context.insert("messages", messages);
         context.insert("add_generation_prompt", ask.into());
         self.env.get_template("chat").and_then(|t| t.render(context)).map_err(failed)
     }
@@ -166,9 +230,9 @@ fn template_of(value: &serde_json::Value) -> std::result::Result<Option<String>,
     }
 }
 
-/// Every `..._token` of `tokenizer_config.json`, written as a text or as an object with `content`.
-fn special_tokens(config: &serde_json::Value) -> Vec<(String, String)> {
-    let Some(fields) = config.as_object() else { return Vec::new() };
+/// Every `..._token` of a file, written as a text or as an object with `content`.
+fn special_tokens(config: &serde_json::Value) -> BTreeMap<String, String> {
+    let Some(fields) = config.as_object() else { return BTreeMap::new() };
     let text = |v: &serde_json::Value| v.as_str().or_else(|| v["content"].as_str()).map(str::to_owned);
     fields
         .iter()
@@ -200,70 +264,60 @@ fn without_generation_marks(source: &str) -> String {
     out + rest
 }
 
-/// Formats seconds since 1970 (UTC) by the common `strftime` letters; others are left as they are.
-fn strftime(seconds: u64, format: &str) -> String {
-    const MONTHS: [&str; 12] = [
-        "January",
-        "February",
-        "March",
-        "April",
-        "May",
-        "June",
-        "July",
-        "August",
-        "September",
-        "October",
-        "November",
-        "December",
-    ];
-    const DAYS: [&str; 7] = ["Thursday", "Friday", "Saturday", "Sunday", "Monday", "Tuesday", "Wednesday"];
-    let days = seconds / 86_400;
-    let (year, month, day) = civil(days);
-    let (hour, minute, second) = (seconds / 3600 % 24, seconds / 60 % 60, seconds % 60);
-    let weekday = DAYS[(days % 7) as usize];
-    let month_name = MONTHS[month as usize - 1];
-    let mut out = String::new();
-    let mut chars = format.chars();
-    while let Some(c) = chars.next() {
-        if c != '%' {
-            out.push(c);
-            continue;
-        }
-        match chars.next() {
-            Some('Y') => out.push_str(&year.to_string()),
-            Some('y') => out.push_str(&format!("{:02}", year % 100)),
-            Some('m') => out.push_str(&format!("{month:02}")),
-            Some('d') => out.push_str(&format!("{day:02}")),
-            Some('B') => out.push_str(month_name),
-            Some('b') => out.push_str(&month_name[..3]),
-            Some('A') => out.push_str(weekday),
-            Some('a') => out.push_str(&weekday[..3]),
-            Some('H') => out.push_str(&format!("{hour:02}")),
-            Some('M') => out.push_str(&format!("{minute:02}")),
-            Some('S') => out.push_str(&format!("{second:02}")),
-            Some('%') => out.push('%'),
-            Some(other) => out.extend(['%', other]),
-            None => out.push('%'),
-        }
-    }
-    out
-}
-
-/// Year, month and day of a day since 1970-01-01 (H. Hinnant, "chrono-compatible low-level date algorithms").
-fn civil(days: u64) -> (u64, u64, u64) {
-    let z = days + 719_468;
-    let era = z / 146_097;
-    let doe = z % 146_097;
-    let yoe = (doe - doe / 1460 + doe / 36_524 - doe / 146_096) / 365;
-    let doy = doe - (365 * yoe + yoe / 4 - yoe / 100);
-    let mp = (5 * doy + 2) / 153;
-    let month = if mp < 10 { mp + 3 } else { mp - 9 };
-    (yoe + era * 400 + u64::from(month <= 2), month, doy - (153 * mp + 2) / 5 + 1)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// Templates of ours, one for each construct that published ones use, and what transformers makes of them.
+    #[test]
+    fn golden_prompts() {
+        #[derive(serde::Deserialize)]
+        struct Golden {
+            now: u64,
+            special: BTreeMap<String, String>,
+            cases: Vec<Case>,
+        }
+        #[derive(serde::Deserialize)]
+        struct Case {
+            template: String,
+            messages: Value,
+            #[serde(default)]
+            tools: Value,
+            #[serde(default)]
+            variables: BTreeMap<String, Value>,
+            add_generation_prompt: bool,
+            text: Option<String>,
+            refusal: Option<String>,
+        }
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../assets/fixtures/chat_templates");
+        let golden = std::fs::read_to_string(folder.join("cases.json")).unwrap();
+        let golden: Golden = serde_json::from_str(&golden).unwrap();
+        let special: Vec<_> = golden.special.into_iter().collect();
+        let mut wrong = Vec::new();
+        for case in &golden.cases {
+            let name = &case.template;
+            let source = std::fs::read_to_string(folder.join(format!("{name}.jinja"))).unwrap();
+            let template = match ChatTemplate::new(&source, special.clone()) {
+                Ok(template) => template.at(golden.now),
+                Err(e) => {
+                    wrong.push(format!("{name}: {e}"));
+                    continue;
+                }
+            };
+            let tools = Some(("tools", case.tools.clone())).filter(|t| !t.1.is_undefined());
+            let more = case.variables.iter().map(|(k, v)| (k.as_str(), v.clone())).chain(tools);
+            let got = template.render_values(case.messages.clone(), case.add_generation_prompt, more);
+            match (got, &case.text, &case.refusal) {
+                (Ok(got), Some(want), _) if got == *want => {}
+                (Err(e), _, Some(words)) if e.to_string().contains(words) => {}
+                (got, want, refusal) => {
+                    wrong.push(format!("{name}:\n got {got:?}\nwant {want:?} {refusal:?}"))
+                }
+            }
+        }
+        assert!(golden.cases.len() > 70);
+        assert!(wrong.is_empty(), "{} of {} differ:\n{}", wrong.len(), golden.cases.len(), wrong.join("\n"));
+    }
 
     fn render(source: &str, messages: &[Message]) -> Result<String> {
         let special = vec![("bos_token".into(), "<s>".into()), ("eos_token".into(), "</s>".into())];
@@ -339,15 +393,7 @@ mod tests {
         assert_eq!(
             render(t, &[Message::user("é")]).unwrap(),
             "{\"role\": \"user\", \"content\": \"é\"}in [\n  1\n]True"
-                .replace("True", &render("{{ true }}", &[]).unwrap())
         );
-        assert_eq!(strftime(0, "%d %b %Y %H:%M:%S %A %q %%"), "01 Jan 1970 00:00:00 Thursday %q %");
-        assert_eq!(
-            strftime(951_826_153, "%a %Y-%m-%d %H:%M:%S %B %y"),
-            "Tue 2000-02-29 12:09:13 February 00"
-        );
-        assert_eq!(strftime(4_107_542_399, "%Y-%m-%d"), "2100-02-28");
-        assert_eq!(strftime(4_107_542_400, "%Y-%m-%d"), "2100-03-01");
     }
 
     #[test]
@@ -371,6 +417,9 @@ mod tests {
         assert_eq!(found(), None);
         put("tokenizer_config.json", r#"{"bos_token": {"content": "<b>"}, "eos_token": "<e>"}"#);
         assert_eq!(found(), None);
+        put("chat_template.json", r#"{"chat_template": "{{ eos_token }}{{ pad_token }}0"}"#);
+        put("special_tokens_map.json", r#"{"pad_token": "<p>", "eos_token": "<other>"}"#);
+        assert_eq!(found().unwrap(), "<e><p>0");
         put("tokenizer_config.json", r#"{"eos_token": "<e>", "chat_template": "{{ eos_token }}1"}"#);
         assert_eq!(found().unwrap(), "<e>1");
         put(

@@ -1,22 +1,66 @@
 //! The model's tokenizer: `tokenizer.json`, and the names of its special tokens.
 
+use std::collections::HashSet;
 use std::path::Path;
 
+use super::{thinking, tiktoken};
 use crate::error::{Error, Result};
 
 /// A tokenizer read from `tokenizer.json`.
 #[derive(Debug)]
 pub struct Tokenizer {
     inner: tokenizers::Tokenizer,
+    /// Special tokens that give no text.
+    silent: HashSet<u32>,
+    channels: bool,
 }
 
+/// Files of other tokenizers, by how they end, and whose they are.
+const FOREIGN: &[(&str, &str)] = &[
+    (".tiktoken", "tiktoken"),
+    ("tiktoken.model", "tiktoken"),
+    ("tokenizer.model", "SentencePiece"),
+    ("tekken.json", "Mistral's tekken"),
+    ("vocab.json", "byte-pair tables"),
+];
+
 impl Tokenizer {
+    /// Reads the tokenizer of the model in `folder`: `tokenizer.json`, else the `tiktoken.model` of Kimi's kind.
+    ///
+    /// # Errors
+    /// [`Error::ForeignTokenizer`] when there is one in another form, and as [`Self::read`].
+    pub fn of_model(folder: &Path) -> Result<Self> {
+        let path = folder.join("tokenizer.json");
+        if !path.exists() {
+            if folder.join(tiktoken::FILE).exists()
+                && let Some(converted) = tiktoken::converted(folder)?
+            {
+                return Self::parse(&folder.join(tiktoken::FILE), converted.to_string().as_bytes());
+            }
+            let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
+            let names: Vec<String> = entries.filter_map(|e| e.file_name().into_string().ok()).collect();
+            for (end, kind) in FOREIGN {
+                if let Some(file) = names.iter().find(|name| name.ends_with(end)) {
+                    return Err(Error::ForeignTokenizer {
+                        folder: folder.to_owned(),
+                        file: file.clone(),
+                        kind,
+                    });
+                }
+            }
+        }
+        Self::read(&path)
+    }
+
     /// Reads `tokenizer.json`.
     ///
     /// # Errors
     /// [`Error::Io`], or [`Error::BadFile`] when it is no tokenizer.
     pub fn read(path: &Path) -> Result<Self> {
-        let bytes = std::fs::read(path).map_err(|e| Error::io(path, e))?;
+        Self::parse(path, &std::fs::read(path).map_err(|e| Error::io(path, e))?)
+    }
+
+    fn parse(path: &Path, bytes: &[u8]) -> Result<Self> {
         let inner = tokenizers::Tokenizer::from_bytes(bytes)
             .map_err(|e| Error::bad_file(path, format!("not a tokenizer: {e}")))?;
         Ok(Self::from_inner(inner))
@@ -28,7 +72,17 @@ impl Tokenizer {
         inner.with_padding(None);
         // Removing a truncation cannot fail (only a stride that is too large can).
         let _ = inner.with_truncation(None);
-        Self { inner }
+        let channels = thinking::OF_CHANNELS.iter().all(|mark| inner.token_to_id(mark).is_some());
+        let heard: HashSet<u32> =
+            thinking::markers(channels).filter_map(|mark| inner.token_to_id(mark)).collect();
+        let special = inner.get_added_tokens_decoder().into_iter().filter(|(_, token)| token.special);
+        let silent = special.map(|(id, _)| id).filter(|id| !heard.contains(id)).collect();
+        Self { inner, silent, channels }
+    }
+
+    /// Whether the model speaks in channels, as gpt-oss does, by its tokens.
+    pub fn has_channels(&self) -> bool {
+        self.channels
     }
 
     /// Token ids of `text`. `add_special` adds what the tokenizer puts around a plain text (for example a
@@ -41,12 +95,13 @@ impl Tokenizer {
         Ok(encoding.get_ids().to_vec())
     }
 
-    /// Text of `ids`, without special tokens.
+    /// Text of `ids`, without special tokens other than those that tell thoughts from answers.
     ///
     /// # Errors
     /// [`Error::Tokenizer`].
     pub fn decode(&self, ids: &[u32]) -> Result<String> {
-        self.inner.decode(ids, true).map_err(failed)
+        let heard: Vec<u32> = ids.iter().copied().filter(|id| !self.silent.contains(id)).collect();
+        self.inner.decode(&heard, false).map_err(failed)
     }
 
     /// The id of a token given by its text.
@@ -84,6 +139,49 @@ mod tests {
         assert_eq!(t.encode("<|im_end|>", false).unwrap(), [264]);
         assert_eq!(t.decode(&[264]).unwrap(), "");
         assert_eq!(t.vocab_size(), 265);
+    }
+
+    #[test]
+    fn marks_around_thoughts_are_text_even_where_they_are_special() {
+        let special = |id: u32, content: &str| {
+            serde_json::json!({"id": id, "content": content, "single_word": false, "lstrip": false, "rstrip": false,
+                "normalized": false, "special": true})
+        };
+        let with = |tokens: &[&str]| {
+            let mut json: serde_json::Value =
+                serde_json::from_str(&crate::testing::byte_level_json()).unwrap();
+            let added = json["added_tokens"].as_array_mut().unwrap();
+            added.extend(tokens.iter().enumerate().map(|(i, t)| special(265 + i as u32, t)));
+            Tokenizer::parse(Path::new("t"), json.to_string().as_bytes()).unwrap()
+        };
+        let thinker = with(&["<think>", "</think>", "<|start|>"]);
+        let text = "<think>hm</think>yes<|start|><|im_end|>";
+        let ids = thinker.encode(text, false).unwrap();
+        assert_eq!(thinker.decode(&ids).unwrap(), "<think>hm</think>yes", "{ids:?}");
+        assert!(!thinker.has_channels());
+        let channels = with(&["<|channel|>", "<|message|>", "<|start|>", "<|end|>"]);
+        let text = "<|channel|>final<|message|>yes<|end|><|start|>";
+        assert_eq!(channels.decode(&channels.encode(text, false).unwrap()).unwrap(), text);
+        assert!(channels.has_channels());
+    }
+
+    #[test]
+    fn a_tokenizer_of_another_kind_is_refused_by_name_with_what_to_do() {
+        for (file, kind) in [
+            ("tokenizer.model", "SentencePiece"),
+            ("tiktoken.model", "tiktoken"),
+            ("hy.tiktoken", "tiktoken"),
+            ("vocab.json", "byte-pair"),
+        ] {
+            let dir = tempfile::tempdir().unwrap();
+            std::fs::write(dir.path().join(file), "x").unwrap();
+            let e = Tokenizer::of_model(dir.path()).unwrap_err().to_string();
+            for part in [file, kind, "save_pretrained", "tokenizer.json", dir.path().to_str().unwrap()] {
+                assert!(e.contains(part), "{part}: {e}");
+            }
+        }
+        let dir = tempfile::tempdir().unwrap();
+        assert!(matches!(Tokenizer::of_model(dir.path()), Err(Error::Io { .. })));
     }
 
     #[test]
