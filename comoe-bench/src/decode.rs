@@ -319,7 +319,12 @@ impl Decode {
     }
 
     /// The model around its experts, for sequences of `context` tokens, and the bytes of its weights and KV cache.
-    pub(crate) fn decoder(&self, cache: ExpertCache, device: &Device, context: usize) -> Result<(Decoder, u64)> {
+    pub(crate) fn decoder(
+        &self,
+        cache: ExpertCache,
+        device: &Device,
+        context: usize,
+    ) -> Result<(Decoder, u64)> {
         let config = ConfigFile::parse(Path::new("config.json"), &self.shape.config()?.to_string())?;
         let folder = tempfile::tempdir().map_err(|e| Error::io(std::env::temp_dir(), e))?;
         let made = folder.path().join("dense.safetensors");

@@ -218,8 +218,18 @@ fn show_steps(device: &Device, runs: &[Stepped]) {
             ]);
         }
         let us: f64 = run.parts.iter().map(|p| p.us).sum();
-        table.row(["all".into(), String::new(), format!("{us:.1}"), String::new(), String::new(), String::new()]);
-        println!("{} of {} slots, with an event behind each part:\n\n{table}", run.slots_per_layer[0], run.slots_per_layer[1]);
+        table.row([
+            "all".into(),
+            String::new(),
+            format!("{us:.1}"),
+            String::new(),
+            String::new(),
+            String::new(),
+        ]);
+        println!(
+            "{} of {} slots, with an event behind each part:\n\n{table}",
+            run.slots_per_layer[0], run.slots_per_layer[1]
+        );
     }
     let mut notes: Vec<_> = runs.iter().flat_map(|m| &m.notes).collect();
     notes.dedup();

@@ -67,7 +67,8 @@ impl Routing {
             });
         }
         let all = 0..trace.tokens().len();
-        let (prompt, decoded): (Vec<_>, Vec<_>) = all.partition(|t| trace.tokens()[*t].phase == Phase::Prompt);
+        let (prompt, decoded): (Vec<_>, Vec<_>) =
+            all.partition(|t| trace.tokens()[*t].phase == Phase::Prompt);
         let mut ids = Vec::new();
         for &token in prompt.iter().chain(&decoded).chain(&decoded).chain(&decoded) {
             for layer in 0..shape.layers {
@@ -75,7 +76,11 @@ impl Routing {
                 let recorded = (token..trace.tokens().len()).find(|t| trace.chosen(*t, layer).len() == k);
                 let Some(recorded) = recorded else {
                     let expected = format!("layer {layer} has no token of {k} experts from token {token} on");
-                    return Err(Error::BadOption { option: "--replay", value: path.display().to_string(), expected });
+                    return Err(Error::BadOption {
+                        option: "--replay",
+                        value: path.display().to_string(),
+                        expected,
+                    });
                 };
                 ids.extend_from_slice(trace.chosen(recorded, layer));
             }

@@ -331,7 +331,8 @@ impl Decoder {
                 let logits = logits?;
                 served?;
                 // The buffer is used again by the next step.
-                let logits = logits.map(|l| if l.dtype() == DType::F32 { l.copy() } else { l.to_dtype(DType::F32) });
+                let logits =
+                    logits.map(|l| if l.dtype() == DType::F32 { l.copy() } else { l.to_dtype(DType::F32) });
                 let logits = logits.transpose()?;
                 if tokens == 1 && rows == Some(Rows::Last) {
                     fused.made_ready(reach);

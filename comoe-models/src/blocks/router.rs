@@ -47,10 +47,8 @@ impl Router {
         let there = |numbers: &Option<Vec<f32>>| {
             numbers.as_ref().map(|n| Tensor::new(n.as_slice(), projection.device())).transpose()
         };
-        let on_device = OnDevice {
-            choice_bias: there(&extras.choice_bias)?,
-            expert_scale: there(&extras.expert_scale)?,
-        };
+        let on_device =
+            OnDevice { choice_bias: there(&extras.choice_bias)?, expert_scale: there(&extras.expert_scale)? };
         Ok(Self { projection, extras, on_device, plan, layer })
     }
 

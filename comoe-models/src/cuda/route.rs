@@ -132,7 +132,9 @@ impl DecodeKernels {
             given: args.given.map_or(0, |g| g.ids),
             position: args.given.map_or(0, |g| g.position),
             rows: args.given.map_or(Ok(1), |g| within("rows of given experts", g.rows, 1, 1 << 24))?,
-            row_stride: args.given.map_or(Ok(1), |g| within("stride of given experts", g.row_stride, 1, 1 << 24))?,
+            row_stride: args
+                .given
+                .map_or(Ok(1), |g| within("stride of given experts", g.row_stride, 1, 1 << 24))?,
             first: args.given.map_or(Ok(0), |g| within("first position", g.first, 0, 1 << 30))?,
             pad: 0,
             dtype: dtype_code("router logits", args.logits_dtype)?,

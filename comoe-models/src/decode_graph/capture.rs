@@ -35,7 +35,8 @@ impl Captured {
         let graph = stream.end_capture(Flags::CUDA_GRAPH_INSTANTIATE_FLAG_AUTO_FREE_ON_LAUNCH);
         enqueued?;
         let graph = graph.map_err(doing("recording a step"))?;
-        let graph = graph.ok_or_else(|| Error::Candle(candle_core::Error::msg("recording a step gave nothing")))?;
+        let graph =
+            graph.ok_or_else(|| Error::Candle(candle_core::Error::msg("recording a step gave nothing")))?;
         graph.upload().map_err(doing("preparing a graph"))?;
         let mut nodes = 0;
         // SAFETY: the graph lives, and with a null array the call only counts.

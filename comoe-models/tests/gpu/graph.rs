@@ -66,7 +66,14 @@ fn open(options: &LoadOptions) -> Decoder {
 }
 
 fn drawn(seed: u64) -> SamplerOptions {
-    SamplerOptions { temperature: 1.0, top_k: Some(200), top_p: 0.98, min_p: 1e-4, seed, ..Default::default() }
+    SamplerOptions {
+        temperature: 1.0,
+        top_k: Some(200),
+        top_p: 0.98,
+        min_p: 1e-4,
+        seed,
+        ..Default::default()
+    }
 }
 
 #[test]
@@ -149,14 +156,20 @@ fn every_family_is_replayed_with_the_bits_of_single_steps() {
         let ids: Vec<u32> = golden["ids"].to_dtype(DType::U32).and_then(|t| t.to_vec1()).expect("ids");
         let prompt = &ids[..ids.len().min(5)];
         for dtype in [DType::F32, DType::BF16] {
-            let decoder = Decoder::open(&folder, &GPU, &LoadOptions { dtype, ..LoadOptions::default() }, &|_| {})
-                .expect("a fixture");
+            let decoder =
+                Decoder::open(&folder, &GPU, &LoadOptions { dtype, ..LoadOptions::default() }, &|_| {})
+                    .expect("a fixture");
             let n = 40.min(decoder.context() - prompt.len());
             let options = SamplerOptions { repetition_penalty: 1.1, ..drawn(5) };
             let want = decode(&decoder, prompt, n, &options, false);
             let have = decode(&decoder, prompt, n, &options, true);
             let what = format!("{name}, {dtype:?}");
-            println!("{what}: {} of {n} replayed, notes {:?} {:?}", have.replayed, have.note, decoder.notes());
+            println!(
+                "{what}: {} of {n} replayed, notes {:?} {:?}",
+                have.replayed,
+                have.note,
+                decoder.notes()
+            );
             if have.tokens != want.tokens || have.kept != want.kept || have.replayed + 3 < n {
                 wrong.push(what);
             }
@@ -182,7 +195,13 @@ fn answers_do_not_depend_on_the_graph() {
     let samplers = [
         SamplerOptions::default(),
         SamplerOptions { temperature: 0.8, top_p: 0.9, seed: 11, ..SamplerOptions::default() },
-        SamplerOptions { temperature: 1.2, min_p: 0.02, repetition_penalty: 1.3, seed: 5, ..Default::default() },
+        SamplerOptions {
+            temperature: 1.2,
+            min_p: 0.02,
+            repetition_penalty: 1.3,
+            seed: 5,
+            ..Default::default()
+        },
         SamplerOptions { repetition_penalty: 1.2, repetition_window: Some(16), ..SamplerOptions::default() },
     ];
     // One session each, all answers one after the other: prefixes are kept, sequences cut back and gone on with.

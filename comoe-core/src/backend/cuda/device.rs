@@ -93,7 +93,13 @@ impl DeviceDriver for CudaBackend {
         let y = match room {
             Some(room) if room.dims() == x.dims() && room.dtype() == x.dtype() => room.clone(),
             Some(room) => {
-                let reason = format!("expected {:?} {:?} like x, got {:?} {:?}", x.dims(), x.dtype(), room.dims(), room.dtype());
+                let reason = format!(
+                    "expected {:?} {:?} like x, got {:?} {:?}",
+                    x.dims(),
+                    x.dtype(),
+                    room.dims(),
+                    room.dtype()
+                );
                 return Err(Error::BadArgument { what: "room", reason });
             }
             // SAFETY: `combine` writes every element before anyone reads one.

@@ -5,6 +5,8 @@
 //! device: what is broken (a router's output, a position past the end) sets an error word that is looked at when a
 //! step is done.
 
+mod mixers;
+
 use std::cell::RefCell;
 use std::sync::Arc;
 
@@ -13,19 +15,13 @@ use candle_core::{DType, Device, Result, Shape, Storage, Tensor};
 use comoe_core::Activation;
 use cudarc::driver::{CudaEvent, CudaStream, DevicePtr, sys};
 
+pub(super) use self::mixers::Heads;
 use super::arena::Arena;
-use super::attend::Attend;
-use super::heads::{HeadNorm, HeadSplit};
-use super::kv_cache::LayerKv;
-use super::norm::RmsNorm;
-use super::rope::RotaryTable;
 use super::router::OnDevice;
-use crate::arch::{DecoderPlan, MixerPlan, RouterPlan, TemperaturePlan};
+use crate::arch::{DecoderPlan, MixerPlan, RouterPlan};
 use crate::cuda::{
-    AddGatedArgs, AttendArgs, Centre, ConvArgs, DecodeKernels, EmbedArgs, GateArgs, GemvArgs, GemvWeight,
-    GivenExperts,
-    HeadNormArgs, HeadsArgs, KvFormat, KvRows, LatentArgs, LatentValuesArgs, MOST_EXPERTS, MOST_TOKENS,
-    NormArgs, RopeArgs, RouteArgs,
+    AddGatedArgs, Centre, DecodeKernels, EmbedArgs, GateArgs, GemvArgs, GemvWeight, GivenExperts,
+    MOST_EXPERTS, MOST_TOKENS, NormArgs, RouteArgs,
 };
 use crate::error::Error;
 
@@ -76,14 +72,6 @@ pub struct Step<'a> {
     reach: usize,
 }
 
-/// What stands between an attention layer's projections and its attention.
-pub(super) struct Heads<'a> {
-    pub(super) split: &'a HeadSplit,
-    pub(super) clip: Option<f64>,
-    pub(super) rope: Option<&'a RotaryTable>,
-    pub(super) temperature: Option<TemperaturePlan>,
-}
-
 impl Fused {
     /// Whether a step may have so many tokens.
     pub(crate) fn takes(tokens: usize) -> bool {
@@ -105,7 +93,15 @@ impl Fused {
         let kernels = DecodeKernels::load(stream.context()).map_err(|e| e.to_string())?;
         let words = plan.layers.len() + OTHER_ERRORS;
         let errors = Tensor::zeros(words, DType::U32, device).map_err(|e| e.to_string())?;
-        Ok(Some(Self { kernels, stream, arena: Arena::new(device), errors, ready: Vec::new(), given: None, marks: RefCell::default() }))
+        Ok(Some(Self {
+            kernels,
+            stream,
+            arena: Arena::new(device),
+            errors,
+            ready: Vec::new(),
+            given: None,
+            marks: RefCell::default(),
+        }))
     }
 
     /// How far a step sees whose last token is the `len`-th: rounded up, so that many steps see as far.
@@ -292,24 +288,6 @@ impl Step<'_> {
         Ok(self.at(words)? + 4 * layer.unwrap_or(words.elem_count() - OTHER_ERRORS) as u64)
     }
 
-    /// All heads' rows of a cache `[heads, capacity, width]`, which may be a part of wider rows.
-    fn cached(&self, t: &Tensor) -> Result<KvRows> {
-        let &[head_stride, row_stride, 1] = t.stride() else {
-            candle_core::bail!("a KV cache of layout {:?}", t.layout());
-        };
-        Ok(KvRows { data: address(t, &self.fused.stream)?, head_stride, row_stride, scales: 0 })
-    }
-
-    fn rope(&self, table: &RotaryTable) -> Result<RopeArgs> {
-        Ok(RopeArgs {
-            cos: self.at(&table.cos)?,
-            sin: self.at(&table.sin)?,
-            rows: table.cos.dim(0)?,
-            dim: table.dim,
-            pairing: table.pairing,
-        })
-    }
-
     fn given(&self, layer: usize, top_k: usize) -> Result<Option<GivenExperts>> {
         let Some(given) = &self.fused.given else { return Ok(None) };
         let (rows, layers, k) = given.ids.dims3()?;
@@ -462,210 +440,6 @@ impl Step<'_> {
         unsafe { self.fused.kernels.add_norm(&self.fused.stream, &args) }.map_err(failed)?;
         self.mark("norm", 0)?;
         Ok((sum.unwrap_or_else(|| x.clone()), normed))
-    }
-
-    /// From `qkv [tokens, (heads + 2 kv_heads) head_dim]` to queries `[heads, tokens, head_dim]`; keys and values are
-    /// appended to `kv`.
-    pub(super) fn split_append(&self, qkv: &Tensor, op: &Heads<'_>, kv: &LayerKv) -> Result<Tensor> {
-        let &HeadSplit { heads, kv_heads, head_dim, ref norms, norm_after_rope } = op.split;
-        let (tokens, width) = qkv.dims2()?;
-        let (k, v) = kv.whole()?;
-        if width != (heads + 2 * kv_heads) * head_dim || k.dim(2)? != head_dim || v.dim(2)? != head_dim {
-            candle_core::bail!("{width} columns are not {heads} and twice {kv_heads} heads of {head_dim}");
-        }
-        let q = self.rows((heads, tokens, head_dim), qkv.dtype())?;
-        let norm = |q: &HeadNorm, k: &HeadNorm| {
-            Ok::<_, candle_core::Error>(HeadNormArgs {
-                q_weight: self.at(&q.weight)?,
-                k_weight: self.at(&k.weight)?,
-                eps: q.eps,
-                after_rope: norm_after_rope,
-            })
-        };
-        let norm = match norms {
-            [Some(q), Some(k), _] => Some(norm(q, k)?),
-            _ => None,
-        };
-        let args = HeadsArgs {
-            qkv: self.at(qkv)?,
-            dtype: qkv.dtype(),
-            tokens,
-            heads,
-            kv_heads,
-            head_dim,
-            norm,
-            v_norm: norms[2].as_ref().map(|n| n.eps),
-            clip: op.clip.map(|bound| bound as f32),
-            rope: op.rope.map(|table| self.rope(table)).transpose()?,
-            temperature: op.temperature,
-            // The key projection's rows are there twice.
-            values_are_keys: false,
-            q: self.at(&q)?,
-            k: self.cached(k)?,
-            v: self.cached(v)?,
-            cache: KvFormat::Plain(k.dtype()),
-            capacity: k.dim(1)?,
-            position: self.place()?,
-            error: self.error_word(None)?,
-        };
-        // SAFETY: tensors of the shapes that were checked, on the stream's GPU; the kernel checks the position against
-        // the capacity and the table's rows.
-        unsafe { self.fused.kernels.split_norm_rope_append(&self.fused.stream, &args) }.map_err(failed)?;
-        self.mark("split, norm, rotate, append", 0)?;
-        Ok(q)
-    }
-
-    /// Attention of `q [heads, tokens, key width]` over a cache `k [kv_heads, capacity, key width]` and
-    /// `v [kv_heads, capacity, value width]` to `[tokens, heads * value width]`.
-    pub(super) fn attend(&self, q: &Tensor, how: &Attend, k: &Tensor, v: &Tensor) -> Result<Tensor> {
-        let ((heads, tokens, key_width), (kv_heads, capacity, value_width)) = (q.dims3()?, v.dims3()?);
-        if k.dims3()? != (kv_heads, capacity, key_width) || how.sinks.as_ref().is_some_and(|s| s.elem_count() != heads)
-        {
-            candle_core::bail!("queries {:?} over keys {:?} and values {:?}", q.dims(), k.dims(), v.dims());
-        }
-        let out = self.rows((tokens, heads * value_width), q.dtype())?;
-        let mut args = AttendArgs {
-            q: self.at(q)?,
-            dtype: q.dtype(),
-            k: self.cached(k)?,
-            v: self.cached(v)?,
-            cache: KvFormat::Plain(k.dtype()),
-            capacity,
-            reach: self.reach.min(capacity),
-            tokens,
-            heads,
-            kv_heads,
-            key_width,
-            value_width,
-            mask: how.mask,
-            sinks: self.at_or_0(how.sinks.as_ref())?,
-            scale: how.scale,
-            position: self.place()?,
-            out: self.at(&out)?,
-            workspace: 0,
-            error: self.error_word(None)?,
-        };
-        let words = args.workspace_bytes().div_ceil(4);
-        let workspace = match tokens {
-            1 => self.fused.arena.take(words, words, DType::F32)?,
-            // Of many tokens it is large, and no graph holds it.
-            // SAFETY: the kernels write what they read of it.
-            _ => unsafe { Tensor::empty(words, DType::F32, q.device()) }?,
-        };
-        args.workspace = self.at(&workspace)?;
-        // SAFETY: tensors of the shapes that were checked, on the stream's GPU; the cache holds every row up to the
-        // last token's position, which the kernel checks against `reach`.
-        unsafe { self.fused.kernels.attend(&self.fused.stream, &args) }.map_err(failed)?;
-        self.mark("attention", 0)?;
-        Ok(out)
-    }
-
-    /// Latent attention's queries `[heads, tokens, latent + rope]` from `q [tokens, heads (nope + rope)]`; the latents
-    /// and rotated keys of `compressed [tokens, latent + rope]` are appended to `kv`.
-    pub(super) fn latent(
-        &self,
-        q: &Tensor,
-        compressed: &Tensor,
-        norm: &RmsNorm,
-        to_keys: &Tensor,
-        rope: &RotaryTable,
-        kv: &LayerKv,
-    ) -> Result<Tensor> {
-        let ((heads, nope, latent), (tokens, width)) = (to_keys.dims3()?, compressed.dims2()?);
-        let cache = kv.keys();
-        if width != latent + rope.dim
-            || q.dims() != [tokens, heads * (nope + rope.dim)]
-            || cache.dim(2)? != width
-            || norm.weight.dims() != [latent]
-        {
-            candle_core::bail!("latents {:?} and queries {:?} for {:?}", compressed.dims(), q.dims(), to_keys.dims());
-        }
-        let out = self.rows((heads, tokens, width), q.dtype())?;
-        let args = LatentArgs {
-            compressed: self.at(compressed)?,
-            norm: self.at(&norm.weight)?,
-            eps: norm.eps,
-            queries: self.at(q)?,
-            to_keys: self.at(to_keys)?,
-            rope: self.rope(rope)?,
-            cache: self.at(cache)?,
-            capacity: cache.dim(1)?,
-            q: self.at(&out)?,
-            position: self.place()?,
-            error: self.error_word(None)?,
-            tokens,
-            heads,
-            latent,
-            nope,
-            dtype: q.dtype(),
-        };
-        // SAFETY: tensors of the shapes that were checked, on the stream's GPU; the kernels check the position against
-        // the capacity and the table's rows.
-        unsafe {
-            self.fused.kernels.latent_append(&self.fused.stream, &args).map_err(failed)?;
-            self.fused.kernels.latent_queries(&self.fused.stream, &args).map_err(failed)?;
-        }
-        self.mark("latents and queries", 0)?;
-        Ok(out)
-    }
-
-    /// Values of all heads, `[tokens, heads * values]`, from what they saw, `[tokens, heads * latent]`, through
-    /// `to_values [heads, values, latent]`.
-    pub(super) fn latent_values(&self, seen: &Tensor, to_values: &Tensor) -> Result<Tensor> {
-        let ((tokens, width), (heads, values, latent)) = (seen.dims2()?, to_values.dims3()?);
-        if width != heads * latent {
-            candle_core::bail!("{width} columns are not {heads} latents of {latent}");
-        }
-        let out = self.rows((tokens, heads * values), seen.dtype())?;
-        let args = LatentValuesArgs {
-            seen: self.at(seen)?,
-            to_values: self.at(to_values)?,
-            out: self.at(&out)?,
-            tokens,
-            heads,
-            latent,
-            values,
-            dtype: seen.dtype(),
-        };
-        // SAFETY: tensors of the shapes that were checked, on the stream's GPU.
-        unsafe { self.fused.kernels.latent_values(&self.fused.stream, &args) }.map_err(failed)?;
-        self.mark("latent values", 0)?;
-        Ok(out)
-    }
-
-    /// LFM2's convolution of `parts [tokens, 3 width]` with `taps [width, n]`; gated inputs are appended to `kv`.
-    pub(super) fn short_conv(
-        &self,
-        parts: &Tensor,
-        taps: &Tensor,
-        bias: Option<&Tensor>,
-        kv: &LayerKv,
-    ) -> Result<Tensor> {
-        let ((tokens, columns), (width, n)) = (parts.dims2()?, taps.dims2()?);
-        let cache = kv.keys();
-        if columns != 3 * width || cache.dim(2)? != width {
-            candle_core::bail!("{columns} columns for {width} channels");
-        }
-        let out = self.rows((tokens, width), parts.dtype())?;
-        let args = ConvArgs {
-            parts: self.at(parts)?,
-            taps: self.at(taps)?,
-            bias: self.at_or_0(bias)?,
-            cache: self.at(cache)?,
-            capacity: cache.dim(1)?,
-            out: self.at(&out)?,
-            position: self.place()?,
-            error: self.error_word(None)?,
-            tokens,
-            width,
-            n,
-            dtype: parts.dtype(),
-        };
-        // SAFETY: tensors of the shapes that were checked, on the stream's GPU; the kernel checks the position against
-        // the capacity.
-        unsafe { self.fused.kernels.short_conv(&self.fused.stream, &args) }.map_err(failed)?;
-        self.mark("convolution", 0)?;
-        Ok(out)
     }
 
     /// Experts `[tokens, top_k]` (U32) and their weights (F32) by `logits [tokens, experts]`, on the device.
