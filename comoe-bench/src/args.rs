@@ -7,7 +7,7 @@ use clap::{Args as ClapArgs, Parser, Subcommand, ValueEnum};
 use comoe_bench::decode::Part;
 use comoe_bench::{Error, Result};
 use comoe_core::backend::cuda::ResidentFormat;
-use comoe_core::{ExpertFormat, PolicyKind, Prefetch, PrefetchTrigger};
+use comoe_core::{DriverKind, ExpertFormat, PolicyKind, Prefetch, PrefetchTrigger};
 
 /// Measures CoMoE with synthetic models of real shapes: qwen3-30b-a3b, mixtral-8x7b, deepseek-v2-lite, olmoe-1b-7b,
 /// gpt-oss-20b.
@@ -70,7 +70,10 @@ pub(crate) struct DecodeArgs {
     /// Measure with every expert in its slot, too (also when no slots are given).
     #[arg(long)]
     pub(crate) resident: bool,
-    /// Who leaves a slot: lru, lfu or lfru.
+    /// Who drives the steps: auto, host or device.
+    #[arg(long, default_value = "auto")]
+    pub(crate) driver: DriverKind,
+    /// Who leaves a slot: auto, lru, lfu, lfru or aged.
     #[arg(long, default_value = "lru")]
     pub(crate) policy: PolicyKind,
     /// What is brought ahead of time: off or correlation.
@@ -100,6 +103,22 @@ pub(crate) struct DecodeArgs {
     /// One JSON object a run, instead of tables.
     #[arg(long)]
     pub(crate) json: bool,
+    /// On a GPU, run steps one by one instead of replaying them as a graph.
+    #[arg(long)]
+    pub(crate) no_graph: bool,
+    /// On a GPU, take the experts from a recorded trace (our format or CSV) in place of the routers' choice. Top-k is the
+    /// trace's; its prompt runs first, then its decoded tokens twice.
+    #[arg(long, value_name = "TRACE", conflicts_with = "no_reuse")]
+    pub(crate) replay: Option<PathBuf>,
+    /// On a GPU, take the experts that were used longest ago, so that none is found in its slot.
+    #[arg(long)]
+    pub(crate) no_reuse: bool,
+    /// On a GPU, say where the time of a step goes.
+    #[arg(long)]
+    pub(crate) profile: bool,
+    /// On a GPU, length of the sequence where what is measured begins, in tokens.
+    #[arg(long, default_value_t = 512)]
+    pub(crate) length: usize,
 }
 
 impl DecodeArgs {

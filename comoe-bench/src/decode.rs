@@ -13,7 +13,7 @@ use comoe_core::backend::cpu::CpuBackend;
 use comoe_core::backend::cuda::ResidentFormat;
 use comoe_core::store::{Checkpoint, Naming, RecordSource};
 use comoe_core::{
-    CacheOptions, CacheStats, Capacity, CudaOptions, ExpertCache, ExpertFormat, ExpertStore, PolicyKind,
+    CacheOptions, Capacity, CudaOptions, DriverKind, ExpertCache, ExpertFormat, ExpertStore, PolicyKind,
     Prefetch, PrefetchTrigger,
 };
 use comoe_models::load::{ConfigFile, DenseWeights};
@@ -52,6 +52,8 @@ pub struct Decode {
     pub slots_per_layer: Option<usize>,
     /// Who leaves.
     pub policy: PolicyKind,
+    /// Who drives.
+    pub driver: DriverKind,
     /// What is brought ahead of time.
     pub prefetch: Prefetch,
     /// When.
@@ -79,6 +81,7 @@ impl Decode {
             resident: ResidentFormat::AsStored,
             slots_per_layer: None,
             policy: PolicyKind::Lru,
+            driver: DriverKind::Auto,
             prefetch: Prefetch::Off,
             trigger: PrefetchTrigger::default(),
             warm_up: [256, 24],
@@ -107,6 +110,8 @@ pub struct Measured {
     pub notes: Vec<String>,
     /// Slots for each layer, and experts of each.
     pub slots_per_layer: [usize; 2],
+    /// Driver in force: `device` or `host`.
+    pub driver: String,
     /// Prefetch in force: `off`, or the trigger.
     pub prefetch: String,
     /// Tokens measured.
@@ -123,15 +128,15 @@ pub struct Measured {
     pub hit_rate: f64,
     /// Bytes moved on demand per token.
     pub bytes_per_token: f64,
-    /// GB/s of the demand queue while it was busy.
-    pub gb_per_s: f64,
+    /// GB/s of the demand queue while it was busy; `None` where kernels read what was missed.
+    pub gb_per_s: Option<f64>,
     /// Compute waiting for copies, ms per token.
     pub stalled_ms: f64,
     /// Records prefetched per token.
     pub prefetched: f64,
     /// Parts of them that were used.
     pub prefetch_used: f64,
-    /// How evenly experts were used, everything counted.
+    /// How evenly experts were used, by all steps that the host drove (at least the prompt).
     pub evenness: Evenness,
     /// GPU memory; `None` on the CPU.
     pub memory: Option<Memory>,
@@ -181,24 +186,11 @@ impl Decode {
     /// # Errors
     /// For slots that do not fit, devices that cannot be used, and whatever the cache and the model report.
     pub fn run(&self, device: &Device, say: &dyn Fn(&str)) -> Result<Measured> {
-        let Self { shape, slots_per_layer, .. } = self;
-        if let Some(n) = slots_per_layer.filter(|n| !(shape.top_k..=shape.experts).contains(n)) {
-            let (least, most) = (shape.top_k, shape.experts);
-            return Err(Error::BadOption {
-                option: "--slots-per-layer",
-                value: n.to_string(),
-                expected: format!("a layer of {} uses {least} to {most}", shape.name),
-            });
-        }
-        if self.steps == 0 {
-            let expected = "at least 1 token is needed".to_owned();
-            return Err(Error::BadOption { option: "--steps", value: "0".to_owned(), expected });
-        }
+        self.check()?;
         let before = free_memory(device)?;
         let start = Instant::now();
         say("making the experts");
         let (cache, uses) = self.cache(device)?;
-        let info = cache.backend_info().clone();
         let directory = cache.directory().clone();
         let model = match self.part {
             Part::Experts => Running::Experts(Box::new(self.experts(cache, device)?)),
@@ -236,10 +228,28 @@ impl Decode {
             }),
             _ => None,
         };
-        Ok(self.measured(&times, &stats, info, load_s, Evenness::of(&directory, &uses), memory))
+        Ok(self.measured(&times, model.cache(), load_s, Evenness::of(&directory, &uses), memory))
     }
 
-    fn cache(&self, device: &Device) -> Result<(ExpertCache, Uses)> {
+    /// Whether sizes fit.
+    pub(crate) fn check(&self) -> Result<()> {
+        let Self { shape, slots_per_layer, .. } = self;
+        if let Some(n) = slots_per_layer.filter(|n| !(shape.top_k..=shape.experts).contains(n)) {
+            let (least, most) = (shape.top_k, shape.experts);
+            return Err(Error::BadOption {
+                option: "--slots-per-layer",
+                value: n.to_string(),
+                expected: format!("a layer of {} uses {least} to {most}", shape.name),
+            });
+        }
+        if self.steps == 0 {
+            let expected = "at least 1 token is needed".to_owned();
+            return Err(Error::BadOption { option: "--steps", value: "0".to_owned(), expected });
+        }
+        Ok(())
+    }
+
+    pub(crate) fn cache(&self, device: &Device) -> Result<(ExpertCache, Uses)> {
         let Self { shape, format, .. } = self;
         let store = match &self.store {
             Some(path) => {
@@ -278,6 +288,7 @@ impl Decode {
         let options = CacheOptions {
             capacity: self.slots_per_layer.map_or(Capacity::All, |n| Capacity::Slots(n * shape.layers)),
             policy: self.policy,
+            driver: self.driver,
             prefetch: self.prefetch,
             prefetch_trigger: self.trigger,
             top_k: shape.top_k,
@@ -301,6 +312,19 @@ impl Decode {
     }
 
     fn model(&self, cache: ExpertCache, device: &Device) -> Result<Running> {
+        let context = (self.warm_up[0] + self.warm_up[1] + self.steps).next_multiple_of(512);
+        let (decoder, bytes) = self.decoder(cache, device, context)?;
+        let kv = decoder.new_kv()?;
+        Ok(Running::Model { decoder: Box::new(decoder), kv, bytes })
+    }
+
+    /// The model around its experts, for sequences of `context` tokens, and the bytes of its weights and KV cache.
+    pub(crate) fn decoder(
+        &self,
+        cache: ExpertCache,
+        device: &Device,
+        context: usize,
+    ) -> Result<(Decoder, u64)> {
         let config = ConfigFile::parse(Path::new("config.json"), &self.shape.config()?.to_string())?;
         let folder = tempfile::tempdir().map_err(|e| Error::io(std::env::temp_dir(), e))?;
         let made = folder.path().join("dense.safetensors");
@@ -312,7 +336,6 @@ impl Decode {
             }
         };
         let plan = arch::plan(&config)?;
-        let context = (self.warm_up[0] + self.warm_up[1] + self.steps).next_multiple_of(512);
         let kv = plan.kv_bytes_per_token(dtype(device).size_in_bytes()) * context;
         let checkpoint = Checkpoint::open(&[path])?;
         let naming = Naming::auto();
@@ -323,8 +346,7 @@ impl Decode {
         let bytes = elements * dtype(device).size_in_bytes();
         let mut weights = DenseWeights::new(&checkpoint, &naming, dtype(device), device, &|_| {})?;
         let decoder = Decoder::load(plan, &mut weights, cache, context, dtype(device), device)?;
-        let kv_cache = decoder.new_kv()?;
-        Ok(Running::Model { decoder: Box::new(decoder), kv: kv_cache, bytes: (bytes + kv) as u64 })
+        Ok((decoder, (bytes + kv) as u64))
     }
 
     #[cfg(feature = "cuda")]
@@ -345,17 +367,16 @@ impl Decode {
     fn measured(
         &self,
         times: &[Duration],
-        stats: &CacheStats,
-        info: comoe_core::backend::BackendInfo,
+        cache: &ExpertCache,
         load_s: f64,
         evenness: Evenness,
         memory: Option<Memory>,
     ) -> Measured {
+        let (stats, info) = (cache.stats(), cache.backend_info().clone());
         let steps = times.len() as f64;
         let ms = |d: Duration| d.as_secs_f64() * 1e3;
         let mut sorted = times.to_vec();
         sorted.sort_unstable();
-        let busy = stats.time.demand;
         Measured {
             shape: self.shape.name.to_owned(),
             layers: self.shape.layers,
@@ -364,6 +385,7 @@ impl Decode {
             device: info.device,
             notes: info.notes,
             slots_per_layer: [stats.slots / self.shape.layers, self.shape.experts],
+            driver: cache.driver().to_string(),
             prefetch: match stats.staging_slots {
                 0 => "off".to_owned(),
                 _ => trigger_name(self.trigger).to_owned(),
@@ -375,7 +397,8 @@ impl Decode {
             slowest_ms: sorted.last().copied().map_or(0.0, ms),
             hit_rate: stats.hit_rate(),
             bytes_per_token: stats.bytes_moved as f64 / steps,
-            gb_per_s: comoe_core::machine::gb_per_s(stats.bytes_moved, busy),
+            gb_per_s: (stats.read_through_bytes == 0)
+                .then(|| comoe_core::machine::gb_per_s(stats.bytes_moved, stats.time.demand)),
             stalled_ms: ms(stats.time.stalled) / steps,
             prefetched: stats.prefetched as f64 / steps,
             prefetch_used: stats.prefetch_used as f64 / stats.prefetched.max(1) as f64,
@@ -577,6 +600,8 @@ mod tests {
         let text = run(|r| r.slots_per_layer = Some(1)).unwrap_err().to_string();
         assert!(text.contains("uses 2 to 8"), "{text}");
         assert!(run(|r| r.steps = 0).unwrap_err().to_string().contains("--steps"));
+        let text = run(|r| r.driver = DriverKind::Device).unwrap_err().to_string();
+        assert!(text.contains("use auto or host"), "{text}");
         let text = run(|r| r.shape.dense = None).unwrap_err().to_string();
         assert!(text.contains("--part experts"), "{text}");
     }

@@ -2,6 +2,7 @@
 
 mod builder;
 mod options;
+mod token;
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -9,8 +10,9 @@ use candle_core::{DType, Device, Tensor};
 
 pub use builder::CacheBuilder;
 pub use options::{CacheOptions, Capacity, Scope};
+pub use token::{Token, TokenOutcome};
 
-use crate::backend::{Backend, BackendInfo, DeviceStep, Work};
+use crate::backend::{Backend, BackendInfo, DeviceStep, DriverKind, Work};
 use crate::error::{Error, Result};
 use crate::expert::{ExpertId, ExpertLayout, ExpertSpec};
 use crate::format::ExpertFormat;
@@ -30,6 +32,7 @@ struct Core {
     notes: Vec<String>,
     device: Device,
     policy: PolicyKind,
+    driver: DriverKind,
     observer: Mutex<Option<Box<dyn RoutingObserver>>>,
 }
 
@@ -110,6 +113,11 @@ macro_rules! shared_methods {
             self.core.policy
         }
 
+        /// Who drives steps of few tokens: [`DriverKind::Device`] or [`DriverKind::Host`], whatever was asked for.
+        pub fn driver(&self) -> DriverKind {
+            self.core.driver
+        }
+
         /// The records that the cache serves.
         pub fn directory(&self) -> &Directory {
             &self.core.directory
@@ -151,6 +159,7 @@ pub struct ExpertCache {
     core: Core,
     specs: Vec<ExpertSpec>,
     layouts: Vec<ExpertLayout>,
+    tokens: token::Turns,
 }
 
 impl ExpertCache {
@@ -211,6 +220,21 @@ impl CacheLayer<'_> {
     /// what is wrong with them is reported by a later call or by [`ExpertCache::flush`], and from the step concerned to
     /// that report every result is NaN.
     pub fn forward(&self, x: &Tensor, ids: &Tensor, weights: &Tensor) -> Result<Tensor> {
+        self.serve(x, ids, weights, None)
+    }
+
+    /// The same, and where the device drives the step, the result is written to `room`, `[tokens, hidden]` of `x`'s type
+    /// on the cache's device, and what is handed out is `room` itself: with ids in U32 and weights in F32 nothing is
+    /// allocated then, and a graph that captures the step holds addresses of the caller's alone. Elsewhere the result is
+    /// a tensor of its own.
+    ///
+    /// # Errors
+    /// As [`Self::forward`], and [`Error::BadArgument`] for room that does not fit.
+    pub fn forward_to(&self, x: &Tensor, ids: &Tensor, weights: &Tensor, room: &Tensor) -> Result<Tensor> {
+        self.serve(x, ids, weights, Some(room))
+    }
+
+    fn serve(&self, x: &Tensor, ids: &Tensor, weights: &Tensor, room: Option<&Tensor>) -> Result<Tensor> {
         let core = &self.cache.core;
         let ordinal = core.ordinal(self.layer)?;
         let spec = &self.cache.specs[ordinal];
@@ -249,6 +273,8 @@ impl CacheLayer<'_> {
                 x,
                 ids: &ids,
                 weights: &weights,
+                ordinal: 0,
+                room,
             });
         }
         drop(engine);
