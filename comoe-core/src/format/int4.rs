@@ -14,13 +14,10 @@
 //! 524,032 is refused. Below `m = 2^-25` all decodes to about
 //! zero. GGUF's Q4_0 is held without loss at group 32.
 
-use half::f16;
-
-use super::BadValue;
-use super::scale::{Group, Levels};
+use super::scale::Levels;
 use crate::simd::NIBBLE_SHIFTS;
 
-struct Int4;
+pub(super) struct Int4;
 
 impl Levels for Int4 {
     const LO: i32 = -8;
@@ -31,38 +28,18 @@ impl Levels for Int4 {
     ];
     const MIN_DIVISOR: f32 = 6.0;
     const MAX_DIVISOR: f32 = 9.5;
-}
+    const BITS: usize = 4;
 
-pub(super) fn pack_row(
-    values: &[f32],
-    group: usize,
-    weights: &mut [u8],
-    scales: &mut [u8],
-) -> Result<(), BadValue> {
-    if let Some(bad) = BadValue::first_not_finite(values) {
-        return Err(bad);
-    }
-    let mut packed = Group::new();
-    let outputs = weights.chunks_mut(group / 2).zip(scales.as_chunks_mut::<2>().0);
-    for (g, (values, (weights, scale))) in values.chunks(group).zip(outputs).enumerate() {
-        let s = packed.quantise::<Int4>(values).map_err(|e| BadValue { col: g * group + e.col, ..e })?;
-        *scale = s.to_le_bytes();
-        let words = values.len().div_ceil(8);
-        for (word, q) in weights.as_chunks_mut::<4>().0.iter_mut().zip(&packed.q.as_chunks::<8>().0[..words])
-        {
+    fn pack(q: &[i8], bytes: &mut [u8]) {
+        for (word, q) in bytes.as_chunks_mut::<4>().0.iter_mut().zip(q.as_chunks::<8>().0) {
             let bits =
                 q.iter().zip(NIBBLE_SHIFTS).fold(0, |w, (&q, at)| w | ((i32::from(q) + 8) as u32) << at);
             *word = bits.to_le_bytes();
         }
     }
-    Ok(())
-}
 
-pub(super) fn unpack_row(weights: &[u8], scales: &[u8], group: usize, out: &mut [f32]) {
-    let inputs = weights.chunks(group / 2).zip(scales.as_chunks::<2>().0);
-    for (out, (weights, scale)) in out.chunks_mut(group).zip(inputs) {
-        let scale = f16::from_le_bytes(*scale).to_f32();
-        for (out, word) in out.chunks_mut(8).zip(weights.as_chunks::<4>().0) {
+    fn unpack(bytes: &[u8], scale: f32, out: &mut [f32]) {
+        for (out, word) in out.chunks_mut(8).zip(bytes.as_chunks::<4>().0) {
             let word = u32::from_le_bytes(*word);
             for (v, at) in out.iter_mut().zip(NIBBLE_SHIFTS) {
                 *v = scale * ((word >> at & 15) as i32 - 8) as f32;
@@ -73,14 +50,17 @@ pub(super) fn unpack_row(weights: &[u8], scales: &[u8], group: usize, out: &mut 
 
 #[cfg(test)]
 mod tests {
+    use half::f16;
+
     use super::*;
+    use crate::format::scale::pack_row;
 
     #[test]
     fn nibbles_lie_where_the_gpu_kernels_expect_them() {
         // One scale of exactly 1, q = column - 8 for 16 columns, then 3 columns of a partly used word.
         let values: Vec<f32> = (0..16).chain([15, 0, 1]).map(|n| n as f32 - 8.0).collect();
         let (mut weights, mut scales) = ([0; 16], [0; 16]);
-        pack_row(&values, 32, &mut weights, &mut scales).unwrap();
+        pack_row::<Int4>(&values, 32, &mut weights, &mut scales).unwrap();
         assert_eq!(f16::from_le_bytes([scales[0], scales[1]]).to_f32(), 1.0);
         let word = |j: usize| u32::from_le_bytes(weights.as_chunks::<4>().0[j]);
         for j in 0..2 {

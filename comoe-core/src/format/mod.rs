@@ -15,6 +15,9 @@ mod scale;
 use std::fmt;
 use std::str::FromStr;
 
+use self::int4::Int4;
+use self::int8::Int8;
+use self::scale::{pack_row, unpack_row};
 use crate::error::{Error, Result};
 
 const ROW_ALIGN: usize = 16;
@@ -76,8 +79,8 @@ impl ExpertFormat {
     ) -> std::result::Result<(), BadValue> {
         match self {
             Self::Bf16 => bf16::pack_row(values, weights),
-            Self::Int8 { group } => int8::pack_row(values, group, weights, scales),
-            Self::Int4 { group } => int4::pack_row(values, group, weights, scales),
+            Self::Int8 { group } => pack_row::<Int8>(values, group, weights, scales),
+            Self::Int4 { group } => pack_row::<Int4>(values, group, weights, scales),
         }
     }
 
@@ -85,8 +88,8 @@ impl ExpertFormat {
     pub(crate) fn unpack_row(self, weights: &[u8], scales: &[u8], out: &mut [f32]) {
         match self {
             Self::Bf16 => bf16::unpack_row(weights, out),
-            Self::Int8 { group } => int8::unpack_row(weights, scales, group, out),
-            Self::Int4 { group } => int4::unpack_row(weights, scales, group, out),
+            Self::Int8 { group } => unpack_row::<Int8>(weights, scales, group, out),
+            Self::Int4 { group } => unpack_row::<Int4>(weights, scales, group, out),
         }
     }
 

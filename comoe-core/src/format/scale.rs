@@ -29,25 +29,61 @@ pub(super) trait Levels {
     const MIN_DIVISOR: f32;
     /// Greatest magnitude of a divisor.
     const MAX_DIVISOR: f32;
+    /// Bits of a weight.
+    const BITS: usize;
+
+    /// Writes a group's integers, padded with 0 to a multiple of 8, to its bytes, which may end before the padding.
+    fn pack(q: &[i8], bytes: &mut [u8]);
+
+    /// Reads as many as `out` has, times `scale`.
+    fn unpack(bytes: &[u8], scale: f32, out: &mut [f32]);
+}
+
+/// Encodes a row in groups of `group`: integers to `weights`, a scale each to `scales`, both zero on entry.
+pub(super) fn pack_row<L: Levels>(
+    values: &[f32],
+    group: usize,
+    weights: &mut [u8],
+    scales: &mut [u8],
+) -> Result<(), BadValue> {
+    if let Some(bad) = BadValue::first_not_finite(values) {
+        return Err(bad);
+    }
+    let mut packed = Group::new();
+    let outputs = weights.chunks_mut(group * L::BITS / 8).zip(scales.as_chunks_mut::<2>().0);
+    for (g, (values, (weights, scale))) in values.chunks(group).zip(outputs).enumerate() {
+        let s = packed.quantise::<L>(values).map_err(|e| BadValue { col: g * group + e.col, ..e })?;
+        *scale = s.to_le_bytes();
+        L::pack(&packed.q[..values.len().next_multiple_of(8)], weights);
+    }
+    Ok(())
+}
+
+/// The inverse of [`pack_row`].
+pub(super) fn unpack_row<L: Levels>(weights: &[u8], scales: &[u8], group: usize, out: &mut [f32]) {
+    let inputs = weights.chunks(group * L::BITS / 8).zip(scales.as_chunks::<2>().0);
+    for (out, (weights, scale)) in out.chunks_mut(group).zip(inputs) {
+        L::unpack(weights, f16::from_le_bytes(*scale).to_f32(), out);
+    }
 }
 
 /// The largest group.
-pub(super) const MAX_GROUP: usize = 128;
+const MAX_GROUP: usize = 128;
 
 /// One group on its way: the values, zero-padded, and their integers.
-pub(super) struct Group {
+struct Group {
     values: [f32; MAX_GROUP],
     /// `q` of each value; 0 beyond the group.
-    pub(super) q: [i8; MAX_GROUP],
+    q: [i8; MAX_GROUP],
 }
 
 impl Group {
-    pub(super) fn new() -> Self {
+    fn new() -> Self {
         Self { values: [0.0; MAX_GROUP], q: [0; MAX_GROUP] }
     }
 
     /// Chooses the scale of `values` (finite, at most [`MAX_GROUP`]) and sets `self.q`.
-    pub(super) fn quantise<L: Levels>(&mut self, values: &[f32]) -> Result<f16, BadValue> {
+    fn quantise<L: Levels>(&mut self, values: &[f32]) -> Result<f16, BadValue> {
         self.values[..values.len()].copy_from_slice(values);
         self.values[values.len()..].fill(0.0);
         let (col, m) =
