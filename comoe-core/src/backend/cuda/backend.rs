@@ -11,12 +11,12 @@ use super::batch;
 use super::compute::{Compute, address_of};
 use super::context::{Doing, Gpu};
 use super::copies::{Copies, Slots};
-use super::device::Tables;
 use super::kernels::{
     CombineArgs, DequantArgs, DeviceItem, DownArgs, GateUpArgs, GatherArgs, Items, Kernels,
 };
 use super::options::CudaOptions;
 use super::slab::Slab;
+use super::tables::Tables;
 use super::timeline::Timelines;
 use super::upload::{UploadRing, bytes_of};
 use super::workspace::{DENSE_BYTES, MOST_GEMV_TOKENS};
@@ -73,6 +73,8 @@ struct Ffn {
     tokens: usize,
     top_k: usize,
     dense: bool,
+    /// The weighted sum was part of the one launch that served every assignment.
+    summed: bool,
     caller: Arc<CudaStream>,
 }
 
@@ -196,6 +198,7 @@ impl CudaBackend {
             tokens,
             top_k,
             dense,
+            summed: false,
             caller,
         })
     }
@@ -247,7 +250,8 @@ fn device_items(slots: &Slots, work: &[WorkItem], bytes: usize) -> Result<(Vec<D
 }
 
 impl CudaBackend {
-    fn run_ffn(&mut self, ffn: &Ffn, work: &[WorkItem]) -> Result<()> {
+    /// Enqueues work, and with all of the step's work its sum: then `true`.
+    fn run_ffn(&mut self, ffn: &Ffn, work: &[WorkItem]) -> Result<bool> {
         let rows = (ffn.tokens * ffn.top_k) as u32;
         if let Some(bad) = work.iter().flat_map(|w| &w.assignments).find(|&&a| a >= rows) {
             let reason = format!("assignment {bad} of {rows}");
@@ -261,7 +265,7 @@ impl CudaBackend {
     }
 
     /// Expands as many records at a time as the workspace holds, and multiplies those.
-    fn run_dequantised(&mut self, ffn: &Ffn, items: &[DeviceItem], assignments: &[u32]) -> Result<()> {
+    fn run_dequantised(&mut self, ffn: &Ffn, items: &[DeviceItem], assignments: &[u32]) -> Result<bool> {
         let layout = ExpertLayout::new(&ffn.spec, ExpertFormat::Bf16);
         let group = (DENSE_BYTES / layout.record_bytes).max(1);
         let base = self.dense.reserve(&self.gpu, group * layout.record_bytes)?;
@@ -278,7 +282,7 @@ impl CudaBackend {
             unsafe { self.kernels.dequant(self.compute.stream(), &args) }?;
             self.multiply(ffn, &layout, &dense, assignments)?;
         }
-        Ok(())
+        Ok(false)
     }
 
     fn multiply(
@@ -287,10 +291,13 @@ impl CudaBackend {
         layout: &ExpertLayout,
         items: &[DeviceItem],
         assignments: &[u32],
-    ) -> Result<()> {
+    ) -> Result<bool> {
         let most = items.iter().map(|i| i.count as usize).max().unwrap_or(0);
         let on_input = ffn.spec.weight_on == WeightOn::Input;
-        let at = self.upload_launch(items, assignments, if on_input { &ffn.weights } else { &[] })?;
+        // Every assignment is served once, so this launch is then the only one.
+        let whole = !ffn.dense && assignments.len() == ffn.weights.len();
+        let weights: &[f32] = if on_input || whole { &ffn.weights } else { &[] };
+        let at = self.upload_launch(items, assignments, weights)?;
         let items = Items {
             layout,
             items: at.items,
@@ -310,6 +317,7 @@ impl CudaBackend {
             h,
         };
         let down = DownArgs { items, h, partial: self.partial.slab.address() };
+        let combine = self.combine_args(ffn, if on_input { 0 } else { at.weights });
         let stream = self.compute.stream();
         // SAFETY: x and y live in the step; items, assignments and weights were just uploaded on this stream; h and
         // partial have a row per assignment, which `run_ffn` checked; records are in slots (or the workspace) that
@@ -318,22 +326,22 @@ impl CudaBackend {
             match ffn.dense {
                 true => {
                     self.kernels.gemm_gate_up(stream, &gate_up)?;
-                    self.kernels.gemm_down(stream, &down)
+                    self.kernels.gemm_down(stream, &down)?;
                 }
                 false => {
                     self.kernels.gate_up(stream, &gate_up)?;
-                    self.kernels.down(stream, &down)
+                    match whole {
+                        true => self.kernels.down_combine(stream, &down, &combine)?,
+                        false => self.kernels.down(stream, &down)?,
+                    }
                 }
             }
         }
+        Ok(whole)
     }
 
-    fn finish_ffn(&mut self, ffn: Ffn) -> Result<Tensor> {
-        let weights = match ffn.spec.weight_on {
-            WeightOn::Input => 0,
-            WeightOn::Output => self.upload_launch(&[], &[], &ffn.weights)?.weights,
-        };
-        let args = CombineArgs {
+    fn combine_args(&self, ffn: &Ffn, weights: u64) -> CombineArgs {
+        CombineArgs {
             partial: self.partial.slab.address(),
             weights,
             tokens: ffn.tokens,
@@ -341,9 +349,19 @@ impl CudaBackend {
             hidden: ffn.spec.hidden,
             y_dtype: ffn.y.dtype(),
             y: ffn.y_address,
-        };
-        // SAFETY: partial has a row per assignment, each written by `run`; y is `[tokens, hidden]` of its dtype.
-        unsafe { self.kernels.combine(self.compute.stream(), &args) }?;
+        }
+    }
+
+    fn finish_ffn(&mut self, ffn: Ffn) -> Result<Tensor> {
+        if !ffn.summed {
+            let weights = match ffn.spec.weight_on {
+                WeightOn::Input => 0,
+                WeightOn::Output => self.upload_launch(&[], &[], &ffn.weights)?.weights,
+            };
+            let args = self.combine_args(&ffn, weights);
+            // SAFETY: partial has a row per assignment, each written by `run`; y is `[tokens, hidden]` of its dtype.
+            unsafe { self.kernels.combine(self.compute.stream(), &args) }?;
+        }
         self.compute.leave(&ffn.caller)?;
         Ok(ffn.y)
     }
@@ -468,9 +486,9 @@ impl Backend for CudaBackend {
         self.gpu.bind()?;
         self.runs += 1;
         self.options.faults.delay(self.compute.stream(), self.runs)?;
-        let step = self.step.take().ok_or_else(not_begun)?;
-        match &step {
-            Step::Ffn(ffn) => self.run_ffn(ffn, items)?,
+        let mut step = self.step.take().ok_or_else(not_begun)?;
+        match &mut step {
+            Step::Ffn(ffn) => ffn.summed = self.run_ffn(ffn, items)?,
             Step::Gather { address, bytes, .. } => self.run_gather(*address, *bytes, items)?,
         }
         self.step = Some(step);
