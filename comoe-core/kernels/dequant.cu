@@ -36,16 +36,12 @@ __device__ __forceinline__ uint4 dequant8(const char* row, const char* scales, u
     }
 }
 
-// Items' records from `src` (laid out as `from`) to `dst` (laid out as `to`, BF16); grid (2 I + H + 1, items). The
-// last row of blocks takes biases and padding.
+// One row of gate, up or down, in this order; the last one is biases and padding.
 template <int F>
-__device__ __forceinline__ void dequant(const Item* items, const Record& from, const Record& to) {
-    const Item item = items[blockIdx.y];
-    if (item.dst == 0) return;
+__device__ __forceinline__ void dequant_row(const Item& item, const Record& from, const Record& to, uint32_t row) {
     const char* src = reinterpret_cast<const char*>(item.src);
     char* dst = reinterpret_cast<char*>(item.dst);
     const uint32_t inner = from.gate.rows;
-    uint32_t row = blockIdx.x;
     if (row == 2 * inner + from.down.rows) {
         // Biases follow in the same order, so they lie equally far behind `tail` in both layouts.
         const uint64_t biases = from.has_bias ? from.down_bias + 4ull * from.down.rows - from.tail : 0;
@@ -71,6 +67,15 @@ __device__ __forceinline__ void dequant(const Item* items, const Record& from, c
     for (uint32_t piece = threadIdx.x; piece < b->row_bytes / 16; piece += blockDim.x) {
         out[piece] = dequant8<F>(weights, scales, piece, a->cols, from.group_shift);
     }
+}
+
+// Items' records from `src` (laid out as `from`) to `dst` (laid out as `to`, BF16); grid (up to 2 I + H + 1, items).
+template <int F>
+__device__ __forceinline__ void dequant(const Item* items, const Record& from, const Record& to) {
+    const Item item = items[blockIdx.y];
+    if (item.dst == 0) return;
+    const uint32_t rows = 2 * from.gate.rows + from.down.rows + 1;
+    for (uint32_t row = blockIdx.x; row < rows; row += gridDim.x) dequant_row<F>(item, from, to, row);
 }
 
 extern "C" __global__ void dequant_bf16(const Item* items, const Record from, const Record to) {

@@ -1,19 +1,25 @@
 // The first kernel of a device-driven layer step: from router ids to work items, with the residency tables in device
-// memory. Least recently used, as policy/lru.rs: a step's experts are accessed in order of first use, and none of them
-// gives up its slot for another.
+// memory. Least recently used, as policy/lru.rs, or by decayed counts, as policy/lfru.rs: a step's experts are accessed
+// in order of first use, and none of them gives up its slot for another.
 #include "record.cuh"
 
 // As src/backend/cuda/resolve.rs counts them.
 constexpr uint32_t kMostAssignments = 1024, kMostSlots = 1024, kNone = 0xffffffffu;
 
-enum FaultKind : uint32_t { FAULT_NONE = 0, FAULT_BAD_WEIGHT = 1, FAULT_UNKNOWN_EXPERT = 2 };
+enum FaultKind : uint32_t { FAULT_NONE = 0, FAULT_BAD_WEIGHT = 1, FAULT_UNKNOWN_EXPERT = 2, FAULT_MISSING = 3 };
 
-// What was wrong with the routing of the first step that could not be served.
+// Why the first step that could not be served was not.
 struct Fault {
     uint32_t kind;
     uint32_t layer;
     uint32_t token;
-    uint32_t value;  // bits of the weight, or the id
+    uint32_t value;  // bits of the weight, the id, or how many records are missing
+};
+
+// Which steps of the token under way are done. The host sets `again` before a token is run again.
+struct Progress {
+    uint32_t done;
+    uint32_t again;
 };
 
 struct Counters {
@@ -23,22 +29,33 @@ struct Counters {
     uint64_t hits;
 };
 
+// What the host is to bring, and where to.
+struct Missing {
+    uint32_t record;
+    uint32_t slot;
+};
+
 struct Resolve {
     const uint32_t* ids;     // [assignments]
     const float* weights;    // [assignments]
     uint32_t* slot_of;       // [records] slot of a record, or kNone
-    const uint64_t* address; // [records] where kernels read a record in page-locked memory
+    const uint64_t* address; // [records] where kernels read a record in page-locked memory; 0: only the host can
     uint32_t* owner;         // [slots of the pool] record in a slot, or kNone
-    uint64_t* stamp;         // [slots of the pool] when its record was last accessed; 0: free
-    uint64_t* clock;         // the next stamp of this partition, above all that it has given
+    uint64_t* stamp;         // [slots of the pool] its record's last access, or its score; the lowest leaves; 0: free
+    uint64_t* score;         // [records] bits of the log2 of their decayed counts, 0: none yet; null: least recently used
+    uint64_t* clock;         // the next access of this partition, from 1
     Counters* counters;      // of this layer
+    Progress* progress;
+    Missing* missing;        // [assignments] with FAULT_MISSING
     Fault* fault;            // set: nothing runs until the host has seen it
     volatile Fault* host;    // the same in page-locked memory, which the host polls
     Item* items;             // [min(assignments, experts)], those that are not needed with count 0
+    Item* fills;             // as many: records that another kernel brings into slots first; null: there is none
     uint32_t* list;          // [assignments] grouped by item
     float* factors;          // [assignments] what `combine` multiplies with
     uint64_t pool;           // address of slot 0
     uint64_t stride;         // bytes from slot to slot
+    double half_life;        // of a count, in accesses
     uint32_t assignments;
     uint32_t top_k;
     uint32_t experts;
@@ -47,24 +64,78 @@ struct Resolve {
     uint32_t slots;          // of it
     uint32_t layer;          // ordinal
     uint32_t weight_on_input;
+    uint32_t ordinal;        // of the step in its token
+    uint32_t unused;
 };
-static_assert(sizeof(Resolve) == 152 && sizeof(Fault) == 16 && sizeof(Counters) == 32, "mirrored structs");
+static_assert(sizeof(Resolve) == 200 && sizeof(Fault) == 16 && sizeof(Counters) == 32, "mirrored structs");
+static_assert(sizeof(Progress) == 8 && sizeof(Missing) == 8, "mirrored structs");
+
+template <int N>
+__device__ __forceinline__ double series(const double (&coefficients)[N], double x) {
+    double sum = 0.0;
+#pragma unroll
+    for (int k = N - 1; k >= 0; k--) sum = __dadd_rn(__dmul_rn(sum, x), coefficients[k]);
+    return sum;
+}
+
+// log2(2^a + 2^b): policy/lfru.rs's function, operation by operation, so that both decide alike.
+__device__ __forceinline__ double log2_of_sum(double a, double b) {
+    constexpr double kExp[13] = {1.0,           1.0,            1.0 / 2.0,       1.0 / 6.0,        1.0 / 24.0,
+                                 1.0 / 120.0,   1.0 / 720.0,    1.0 / 5040.0,    1.0 / 40320.0,    1.0 / 362880.0,
+                                 1.0 / 3628800.0, 1.0 / 39916800.0, 1.0 / 479001600.0};
+    constexpr double kAtanh[14] = {1.0,        1.0 / 3.0,  1.0 / 5.0,  1.0 / 7.0,  1.0 / 9.0,  1.0 / 11.0, 1.0 / 13.0,
+                                   1.0 / 15.0, 1.0 / 17.0, 1.0 / 19.0, 1.0 / 21.0, 1.0 / 23.0, 1.0 / 25.0, 1.0 / 27.0};
+    constexpr double kLn2 = 0.693147180559945309417232121458, kLog2E = 1.44269504088896340735992468100;
+    const double high = a > b ? a : b, low = a > b ? b : a, difference = __dadd_rn(low, -high);
+    if (difference < -64.0) return high;
+    const double whole = floor(__dadd_rn(difference, 0.5));
+    const double power = series(kExp, __dmul_rn(__dadd_rn(difference, -whole), kLn2));
+    const double t = __dmul_rn(power, __longlong_as_double((1023 + (long long)whole) << 52));
+    const double u = __ddiv_rn(t, __dadd_rn(2.0, t));
+    return __dadd_rn(high, __dmul_rn(2.0 * kLog2E, __dmul_rn(u, series(kAtanh, __dmul_rn(u, u)))));
+}
+
+// The score of a record after access number `tick` of its partition.
+__device__ __forceinline__ uint64_t raised(uint64_t score, uint64_t tick, double half_life) {
+    const double now = __ddiv_rn(double(tick), half_life);
+    const double sum = score == 0 ? now : log2_of_sum(__longlong_as_double((long long)score), now);
+    return uint64_t(__double_as_longlong(sum));
+}
 
 // One block of at least as many threads as assignments: thread t has assignment t.
 extern "C" __global__ void __launch_bounds__(1024) resolve(const Resolve r) {
     __shared__ uint32_t ids[kMostAssignments], first[kMostAssignments], victims[kMostAssignments];
     __shared__ uint64_t stamps[kMostSlots];
-    __shared__ bool missing[kMostAssignments];
+    __shared__ uint32_t owners[kMostSlots];
+    __shared__ bool missing[kMostAssignments], taken[kMostSlots];
     __shared__ uint32_t bad;
     const uint32_t t = threadIdx.x, n = r.assignments;
-    const bool mine = t < n;
+    const bool mine = t < n, has_item = t < min(n, r.experts);
     const uint32_t id = mine ? r.ids[t] : 0;
     const float weight = mine ? r.weights[t] : 0.f;
     const bool stopped = r.fault->kind != FAULT_NONE;
     const uint64_t now = *r.clock;
+    const Progress progress = *r.progress;
     if (t == 0) bad = kNone;
     if (mine) ids[t] = id;
     __syncthreads();
+
+    auto tell_host = [&](const Fault& fault) {
+        *r.fault = fault;
+        r.host->layer = fault.layer;
+        r.host->token = fault.token;
+        r.host->value = fault.value;
+        __threadfence_system();
+        r.host->kind = fault.kind;
+    };
+    // Nothing is computed, and nobody can take the result for one: NaN.
+    auto stop = [&] {
+        if (mine) r.factors[t] = __int_as_float(0x7fffffff);
+        if (has_item) {
+            r.items[t] = Item{0, 0, 0, 0};
+            if (r.fills) r.fills[t] = Item{0, 0, 0, 0};
+        }
+    };
 
     // The host driver looks at weights first, too.
     if (mine && !isfinite(weight)) {
@@ -74,19 +145,11 @@ extern "C" __global__ void __launch_bounds__(1024) resolve(const Resolve r) {
     }
     __syncthreads();
     if (stopped || bad != kNone) {
-        // Nothing is computed, and nobody can take the result for one: NaN.
-        if (mine) r.factors[t] = __int_as_float(0x7fffffff);
-        if (t < min(n, r.experts)) r.items[t] = Item{0, 0, 0, 0};
+        stop();
         if (!stopped && t == 0) {
             const uint32_t at = bad < n ? bad : bad - n;
-            const Fault fault = {bad < n ? FAULT_BAD_WEIGHT : FAULT_UNKNOWN_EXPERT, r.layer, at / r.top_k,
-                                 bad < n ? __float_as_uint(r.weights[at]) : ids[at]};
-            *r.fault = fault;
-            r.host->layer = fault.layer;
-            r.host->token = fault.token;
-            r.host->value = fault.value;
-            __threadfence_system();
-            r.host->kind = fault.kind;
+            tell_host(Fault{bad < n ? FAULT_BAD_WEIGHT : FAULT_UNKNOWN_EXPERT, r.layer, at / r.top_k,
+                            bad < n ? __float_as_uint(r.weights[at]) : ids[at]});
         }
         return;
     }
@@ -104,12 +167,19 @@ extern "C" __global__ void __launch_bounds__(1024) resolve(const Resolve r) {
     const bool leads = mine && leader == t;
     const uint32_t record = r.first_record + id;
     const uint32_t where = leads ? r.slot_of[record] : kNone;
+    const uint64_t address = leads ? r.address[record] : 0;
+    const uint64_t score = leads && r.score ? r.score[record] : 0;
     if (mine) {
         first[t] = leader;
         missing[t] = leads && where == kNone;
     }
     const uint32_t unique = __syncthreads_count(leads);
     const uint32_t misses = __syncthreads_count(leads && where == kNone);
+    const bool needs_host = misses > 0 && __syncthreads_or(leads && where == kNone && address == 0);
+
+    // A token that is run again has had its first steps already; whatever they brought is still there.
+    const uint32_t done = r.ordinal == 0 && !progress.again ? 0 : progress.done;
+    const bool was_done = r.ordinal < done && misses == 0;
 
     // Places: of the expert in order of first use, among the misses, and of its assignments in the list.
     uint32_t rank = 0, miss = 0, begin = 0, inside = 0, count = 0;
@@ -123,21 +193,33 @@ extern "C" __global__ void __launch_bounds__(1024) resolve(const Resolve r) {
             count += f == leader;
         }
     }
-    const uint64_t stamp = now + rank;
-    if (leads && where != kNone) r.stamp[where] = stamp;
+    uint64_t stamp = now + rank;
+    if (leads && r.score && !was_done) {
+        stamp = raised(score, stamp, r.half_life);
+        r.score[record] = stamp;
+    }
+    if (leads && where != kNone && !was_done) r.stamp[where] = stamp;
 
     if (misses > 0) {
-        victims[t] = kNone;
-        __syncthreads();  // every hit is stamped, so no member of the set is below `now`
-        for (uint32_t s = t; s < r.slots; s += blockDim.x) stamps[s] = r.stamp[r.first_slot + s];
-        __syncthreads();
-        // The m-th miss takes the m-th oldest; free slots are older than all, in ascending order.
         for (uint32_t s = t; s < r.slots; s += blockDim.x) {
-            const uint64_t age = stamps[s];
-            if (age >= now) continue;
-            uint32_t older = 0;
-            for (uint32_t o = 0; o < r.slots; o++) older += stamps[o] < age || (stamps[o] == age && o < s);
-            if (older < misses) victims[older] = r.first_slot + s;
+            taken[s] = false;
+            stamps[s] = r.stamp[r.first_slot + s];
+            owners[s] = r.owner[r.first_slot + s];
+        }
+        victims[t] = kNone;
+        __syncthreads();
+        if (leads && where != kNone) taken[where - r.first_slot] = true;
+        __syncthreads();
+        // The m-th miss takes the slot with the m-th lowest stamp outside the set, of equals that of the lower record;
+        // free slots come first, in ascending order.
+        auto tie = [&](uint32_t s) { return stamps[s] == 0 ? s : owners[s]; };
+        for (uint32_t s = t; s < r.slots; s += blockDim.x) {
+            if (taken[s]) continue;
+            uint32_t lower = 0;
+            for (uint32_t o = 0; o < r.slots; o++) {
+                lower += !taken[o] && (stamps[o] < stamps[s] || (stamps[o] == stamps[s] && tie(o) < tie(s)));
+            }
+            if (lower < misses) victims[lower] = r.first_slot + s;
         }
         __syncthreads();
     }
@@ -147,30 +229,47 @@ extern "C" __global__ void __launch_bounds__(1024) resolve(const Resolve r) {
         if (where != kNone) {
             item.src = r.pool + where * r.stride;
         } else {
-            item.src = r.address[record];
+            item.src = address;
             const uint32_t slot = victims[miss];
             // Without a victim it is read and not stored.
             if (slot != kNone) {
-                const uint32_t old = r.owner[slot];
+                const uint32_t old = owners[slot - r.first_slot];
                 if (old != kNone) r.slot_of[old] = kNone;
                 r.owner[slot] = record;
                 r.slot_of[record] = slot;
                 r.stamp[slot] = stamp;
                 item.dst = r.pool + slot * r.stride;
             }
+            if (r.fills) {
+                // Another kernel reads it through, before anyone multiplies.
+                r.fills[miss] = Item{item.src, item.dst, 0, 1};
+                item.src = item.dst;
+                item.dst = 0;
+            }
+            if (needs_host) r.missing[miss] = Missing{record, slot};
         }
-        r.items[rank] = item;
+        if (!needs_host) r.items[rank] = item;
+    }
+    if (t == 0) {
+        *r.progress = Progress{was_done ? done : r.ordinal + 1, 0};
+        if (!was_done) {
+            *r.clock = now + unique;
+            r.counters->steps += 1;
+            r.counters->steps_with_miss += misses > 0;
+            r.counters->accesses += unique;
+            r.counters->hits += unique - misses;
+        }
+    }
+    if (needs_host) {
+        __syncthreads();  // fills are cleared, and the host is told, after all of the above
+        stop();
+        if (t == 0) tell_host(Fault{FAULT_MISSING, r.layer, 0, misses});
+        return;
     }
     if (mine) {
         r.list[begin + inside] = t;
         r.factors[t] = r.weight_on_input ? 1.f : weight;
     }
-    if (t >= unique && t < min(n, r.experts)) r.items[t] = Item{0, 0, 0, 0};
-    if (t == 0) {
-        *r.clock = now + unique;
-        r.counters->steps += 1;
-        r.counters->steps_with_miss += misses > 0;
-        r.counters->accesses += unique;
-        r.counters->hits += unique - misses;
-    }
+    if (t >= unique && has_item) r.items[t] = Item{0, 0, 0, 0};
+    if (r.fills && t >= misses && has_item) r.fills[t] = Item{0, 0, 0, 0};
 }

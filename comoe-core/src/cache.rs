@@ -2,6 +2,7 @@
 
 mod builder;
 mod options;
+mod token;
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -9,8 +10,9 @@ use candle_core::{DType, Device, Tensor};
 
 pub use builder::CacheBuilder;
 pub use options::{CacheOptions, Capacity, Scope};
+pub use token::{Token, TokenOutcome};
 
-use crate::backend::{Backend, BackendInfo, DeviceStep, Work};
+use crate::backend::{Backend, BackendInfo, DeviceStep, DriverKind, Work};
 use crate::error::{Error, Result};
 use crate::expert::{ExpertId, ExpertLayout, ExpertSpec};
 use crate::format::ExpertFormat;
@@ -30,6 +32,7 @@ struct Core {
     notes: Vec<String>,
     device: Device,
     policy: PolicyKind,
+    driver: DriverKind,
     observer: Mutex<Option<Box<dyn RoutingObserver>>>,
 }
 
@@ -110,6 +113,11 @@ macro_rules! shared_methods {
             self.core.policy
         }
 
+        /// Who drives steps of few tokens: [`DriverKind::Device`] or [`DriverKind::Host`], whatever was asked for.
+        pub fn driver(&self) -> DriverKind {
+            self.core.driver
+        }
+
         /// The records that the cache serves.
         pub fn directory(&self) -> &Directory {
             &self.core.directory
@@ -151,6 +159,7 @@ pub struct ExpertCache {
     core: Core,
     specs: Vec<ExpertSpec>,
     layouts: Vec<ExpertLayout>,
+    tokens: token::Turns,
 }
 
 impl ExpertCache {
@@ -249,6 +258,7 @@ impl CacheLayer<'_> {
                 x,
                 ids: &ids,
                 weights: &weights,
+                ordinal: 0,
             });
         }
         drop(engine);

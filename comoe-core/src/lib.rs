@@ -67,7 +67,9 @@ pub mod trace;
 
 pub use backend::DriverKind;
 pub use backend::cuda::{CudaOptions, ResidentFormat, cuda_device, cuda_device_count, cuda_memory};
-pub use cache::{CacheBuilder, CacheLayer, CacheOptions, Capacity, ExpertCache, RecordCache, Scope};
+pub use cache::{
+    CacheBuilder, CacheLayer, CacheOptions, Capacity, ExpertCache, RecordCache, Scope, Token, TokenOutcome,
+};
 pub use error::{Error, Result};
 pub use expert::{Activation, ExpertId, ExpertLayout, ExpertSpec, WeightOn};
 pub use format::ExpertFormat;

@@ -87,11 +87,24 @@ impl PoolShape {
     }
 }
 
-/// What is in the slots of each partition, least recently used first: what one owner of the slots hands to the next.
-#[derive(Debug, Clone, PartialEq, Eq, Default)]
+/// What is in the slots of each partition, and what its policy goes by: what one owner of the slots hands to the next.
+#[derive(Debug, Clone, PartialEq, Default)]
 pub struct Residency {
-    /// Records and their slots, by partition.
+    /// Records and their slots, by partition, next victim first: under LRU the order of last use.
     pub partitions: Vec<Vec<(RecordIndex, SlotId)>>,
+    /// Under LFRU, what it knows of the past.
+    pub counts: Option<DecayedCounts>,
+}
+
+/// The state of the [`Lfru`](crate::policy::Lfru) of every partition.
+#[derive(Debug, Clone, PartialEq, Default)]
+pub struct DecayedCounts {
+    /// By partition: accesses after which one counts half.
+    pub half_lives: Vec<f64>,
+    /// By partition: accesses so far.
+    pub ticks: Vec<u64>,
+    /// By record: see [`Decayed::scores`](crate::policy::Decayed::scores).
+    pub scores: Vec<u64>,
 }
 
 /// Maps records to slots.
@@ -250,8 +263,9 @@ impl Pool {
                 continue;
             }
             let slot = self.place(layer, record);
-            if let Some(slot) = slot {
-                self.arrived(slot);
+            match slot {
+                Some(slot) => self.arrived(slot),
+                None => self.partitions[self.shape.partition_of[layer]].policy.pass(record),
             }
             missed.push((record, slot));
         }
@@ -264,12 +278,21 @@ impl Pool {
         self.partitions[partition].policy.eviction_order()
     }
 
-    /// What is cached, staged records left out. The order is the policy's eviction order, which under LRU is that of
-    /// last use.
+    /// What is cached, staged records left out.
     pub fn residency(&self) -> Residency {
         let slot_of = |r: RecordIndex| self.slot_of[r.0 as usize].map(|slot| (r, slot));
         let of = |p: &Partition| p.policy.eviction_order().into_iter().filter_map(slot_of).collect();
-        Residency { partitions: self.partitions.iter().map(of).collect() }
+        let mut counts = DecayedCounts { scores: vec![0; self.slot_of.len()], ..DecayedCounts::default() };
+        for decayed in self.partitions.iter().filter_map(|p| p.policy.decayed()) {
+            counts.half_lives.push(decayed.half_life);
+            counts.ticks.push(decayed.tick);
+            // Scores grow: of a record that several partitions know of, its own knows best.
+            counts.scores.iter_mut().zip(decayed.scores).for_each(|(all, &own)| *all = own.max(*all));
+        }
+        Residency {
+            partitions: self.partitions.iter().map(of).collect(),
+            counts: (counts.ticks.len() == self.partitions.len()).then_some(counts),
+        }
     }
 
     /// Forgets what is cached and knows instead that `residency` is, all of it arrived. Staging slots stay as they are.
@@ -281,6 +304,12 @@ impl Pool {
         if residency.partitions.len() != self.partitions.len() {
             let (have, want) = (residency.partitions.len(), self.partitions.len());
             return bad(format!("of {have} partitions, the pool has {want}"));
+        }
+        if let Some(counts) = &residency.counts
+            && (counts.ticks.len(), counts.scores.len()) != (self.partitions.len(), self.slot_of.len())
+        {
+            let (ticks, scores) = (counts.ticks.len(), counts.scores.len());
+            return bad(format!("counts of {ticks} partitions and {scores} records, the pool has others"));
         }
         let (mut used, mut seen) = (vec![false; self.slots.len()], vec![false; self.slot_of.len()]);
         for (p, records) in residency.partitions.iter().enumerate() {
@@ -315,10 +344,13 @@ impl Pool {
             }
         }
         for (p, records) in residency.partitions.iter().enumerate() {
+            if let Some(counts) = &residency.counts {
+                self.partitions[p].policy.set_decayed(counts.ticks[p], &counts.scores);
+            }
             for &(record, slot) in records {
                 self.slots[slot.0 as usize].state = SlotState::Resident(record);
                 self.slot_of[record.0 as usize] = Some(slot);
-                self.partitions[p].policy.insert(record);
+                self.partitions[p].policy.adopt(record);
             }
         }
         Ok(())
@@ -389,7 +421,11 @@ mod tests {
     }
 
     fn pool(shape: PoolShape, records: usize) -> Pool {
-        Pool::new(shape, records, |slots| PolicyKind::Lru.build(slots, records, 1))
+        pool_by(PolicyKind::Lru, shape, records)
+    }
+
+    fn pool_by(policy: PolicyKind, shape: PoolShape, records: usize) -> Pool {
+        Pool::new(shape, records, |slots| policy.build(slots, records, 2))
     }
 
     #[test]
@@ -445,7 +481,8 @@ mod tests {
             vec![vec![(r(0), SlotId(0)), (r(1), SlotId(0))], vec![]],
             vec![vec![(r(0), SlotId(0)), (r(0), SlotId(1))], vec![]],
         ] {
-            let error = p.restore(&Residency { partitions: bad.clone() }).unwrap_err().to_string();
+            let residency = Residency { partitions: bad.clone(), counts: None };
+            let error = p.restore(&residency).unwrap_err().to_string();
             assert!(error.starts_with("residency"), "{bad:?}: {error}");
             assert_eq!((p.residency(), p.inconsistency()), (before.clone(), None), "{bad:?}");
         }
@@ -455,6 +492,7 @@ mod tests {
         /// A pool that takes over what another held goes on exactly as that one would have.
         #[test]
         fn residency_and_order_survive_a_hand_over(
+            policy in prop::sample::select(vec![PolicyKind::Lru, PolicyKind::Aged, PolicyKind::Lfru]),
             global in any::<bool>(),
             slots in 3usize..13,
             steps in prop::collection::vec((0usize..3, prop::collection::vec(0u32..6, 1..7)), 1..60),
@@ -464,8 +502,8 @@ mod tests {
                 true => PoolShape::global(slots, 3, 0),
                 false => PoolShape::by_layer(slots, &[6, 6, 6], 0),
             };
-            let mut kept = pool(shape.clone(), 18);
-            let mut handed = pool(shape.clone(), 18);
+            let mut kept = pool_by(policy, shape.clone(), 18);
+            let mut handed = pool_by(policy, shape.clone(), 18);
             for (step, (layer, set)) in steps.into_iter().enumerate() {
                 let mut members: Vec<RecordIndex> = Vec::new();
                 for e in set {
@@ -475,10 +513,10 @@ mod tests {
                     }
                 }
                 if step == at {
-                    let mut fresh = pool(shape.clone(), 18);
+                    let mut fresh = pool_by(policy, shape.clone(), 18);
                     // What it knew before must not matter.
-                    fresh.place(0, r(1));
-                    fresh.place(2, r(17));
+                    fresh.access(0, &[r(1)]);
+                    fresh.access(2, &[r(17), r(16)]);
                     fresh.restore(&handed.residency()).unwrap();
                     handed = fresh;
                 }

@@ -10,6 +10,7 @@
 //! record still moves at most once per step.
 
 mod device;
+mod token;
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -156,14 +157,6 @@ pub(crate) struct Engine {
     next_check: u32,
 }
 
-fn index(queue: Queue) -> usize {
-    match queue {
-        Queue::Compute => 0,
-        Queue::Demand => 1,
-        Queue::Prefetch => 2,
-    }
-}
-
 impl Engine {
     pub(crate) fn new(
         mut backend: Box<dyn Backend>,
@@ -237,6 +230,7 @@ impl Engine {
 
     /// Runs one layer's step and returns the work's result.
     pub(crate) fn step(&mut self, step: Step<'_>) -> Result<Tensor> {
+        self.refuse_within_token()?;
         self.host_owns()?;
         self.guarded(|this| this.try_step(step))
     }
@@ -383,16 +377,15 @@ impl Engine {
         if self.rules.wait_before_refill {
             for clock in fills.iter().map(|f| self.clocks[f.slot.0 as usize]) {
                 for ticket in [clock.filled, clock.read] {
-                    let seq = &mut latest[index(ticket.queue)];
+                    let seq = &mut latest[ticket.queue.index()];
                     *seq = ticket.seq.max(*seq);
                 }
             }
         }
-        let queues = [Queue::Compute, Queue::Demand, Queue::Prefetch];
-        let after: Vec<Ticket> = queues
+        let after: Vec<Ticket> = Queue::ALL
             .into_iter()
-            .filter(|&q| q != queue && latest[index(q)] > 0)
-            .map(|q| Ticket { queue: q, seq: latest[index(q)] })
+            .filter(|&q| q != queue && latest[q.index()] > 0)
+            .map(|q| Ticket { queue: q, seq: latest[q.index()] })
             .collect();
         let ticket = self.backend.fill(queue, &after, fills)?;
         fills.iter().for_each(|f| self.clocks[f.slot.0 as usize].filled = ticket);
@@ -400,7 +393,7 @@ impl Engine {
     }
 
     fn compute_waits(&mut self, ticket: Ticket) -> Result<()> {
-        let waited = &mut self.waited[index(ticket.queue)];
+        let waited = &mut self.waited[ticket.queue.index()];
         if self.rules.wait_before_read && ticket.seq > *waited {
             *waited = ticket.seq;
             self.backend.wait(ticket)?;

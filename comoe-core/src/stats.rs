@@ -43,7 +43,7 @@ pub struct CacheStats {
     pub layers: Vec<LayerStats>,
     /// Layer steps.
     pub steps: u64,
-    /// Of them, those that the device drove. The times below know nothing of them.
+    /// Of them, those that the device drove.
     pub device_steps: u64,
     /// Layer steps with at least one record to move.
     pub steps_with_transfer: u64,
@@ -53,6 +53,9 @@ pub struct CacheStats {
     pub records_moved: u64,
     /// Bytes moved on demand.
     pub bytes_moved: u64,
+    /// Of them, those that kernels of device-driven steps read while they multiplied. How long that took cannot be told
+    /// from the kernels' own time, so the times below and [`Self::bandwidth`] leave them out.
+    pub read_through_bytes: u64,
     /// Records prefetched.
     pub prefetched: u64,
     /// Bytes prefetched.
@@ -107,10 +110,11 @@ impl CacheStats {
         self.slots as u64 * self.slot_bytes as u64
     }
 
-    /// GB/s (10^9 bytes) of all transfers while they ran; `None` before the first, or where their time is not known.
+    /// GB/s (10^9 bytes) of all transfers while they ran, without what kernels read; `None` before the first, or where
+    /// their time is not known.
     pub fn bandwidth(&self) -> Option<f64> {
         let time = self.time.demand + self.time.prefetch;
-        let bytes = self.bytes_moved + self.prefetched_bytes;
+        let bytes = self.bytes_moved.saturating_sub(self.read_through_bytes) + self.prefetched_bytes;
         (bytes > 0 && !time.is_zero()).then(|| gb_per_s(bytes, time))
     }
 
@@ -189,6 +193,13 @@ impl fmt::Display for CacheStats {
             self.steps_with_transfer,
             self.device_steps
         )?;
+        if self.read_through_bytes > 0 {
+            writeln!(
+                f,
+                "through  {} of that read by kernels as they multiplied, in no time of its own below",
+                human_bytes(self.read_through_bytes)
+            )?;
+        }
         writeln!(
             f,
             "prefetch {} experts, {} used, {} wasted ({})",
@@ -252,8 +263,10 @@ mod tests {
         };
         let moved = CacheStats { bytes_moved: 3_000_000_000, prefetched_bytes: 1_000_000_000, ..stats(1, 1) };
         assert_eq!(moved.bandwidth(), None, "no time is known");
-        assert_eq!(CacheStats { time, ..moved }.bandwidth(), Some(4.0));
+        assert_eq!(CacheStats { time, ..moved.clone() }.bandwidth(), Some(4.0));
         assert_eq!(CacheStats { time, ..stats(1, 1) }.bandwidth(), None, "nothing moved");
+        let half = CacheStats { time, read_through_bytes: 2_000_000_000, ..moved };
+        assert_eq!(half.bandwidth(), Some(2.0), "what kernels read has no time");
     }
 
     #[test]

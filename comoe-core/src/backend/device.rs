@@ -4,6 +4,7 @@
 
 use candle_core::Tensor;
 
+use super::Fill;
 use crate::error::{Error, Result};
 use crate::expert::{ExpertLayout, ExpertSpec};
 use crate::pool::{PoolShape, Residency};
@@ -16,26 +17,44 @@ pub const MOST_DEVICE_ASSIGNMENTS: usize = 1024;
 /// Most slots that may compete for one layer's experts in a device-driven step.
 pub const MOST_DEVICE_SLOTS: usize = 1024;
 
+/// From this size on a record arrives sooner by a copy than by a kernel that reads it, by more than the host's round trip
+/// costs. Measured on an H200 (PCIe 5 x16), eager steps: both take as long at 23 MB, the device 4 % longer at 47 and 94 MB
+/// (comoe-bench/RESULTS.md, "Who drives").
+pub const COPIED_RECORD_BYTES: usize = 32 << 20;
+
 /// Who decides where records go, and when they move.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 #[non_exhaustive]
 pub enum DriverKind {
-    /// The device where it can, for steps of up to [`MOST_DEVICE_TOKENS`] tokens; the host otherwise.
+    /// The device where it can and where that is the faster, for steps of up to [`MOST_DEVICE_TOKENS`] tokens; the host
+    /// otherwise. The host is the faster with records of [`COPIED_RECORD_BYTES`] or more, and where some records are not
+    /// page-locked.
     #[default]
     Auto,
     /// The host: a step's ids come to it, and it starts the transfers.
     Host,
-    /// As `Auto`, and a cache that the device cannot drive is refused.
+    /// The device wherever it can; a cache that it cannot drive is refused. Where some records are not page-locked, it
+    /// drives tokens ([`ExpertCache::begin_token`](crate::ExpertCache::begin_token)), and the host steps outside of them.
     Device,
+}
+
+impl DriverKind {
+    /// Every choice.
+    pub const ALL: [Self; 3] = [Self::Auto, Self::Host, Self::Device];
+
+    /// The name, as it is given on a command line.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Auto => "auto",
+            Self::Host => "host",
+            Self::Device => "device",
+        }
+    }
 }
 
 impl std::fmt::Display for DriverKind {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str(match self {
-            Self::Auto => "auto",
-            Self::Host => "host",
-            Self::Device => "device",
-        })
+        f.write_str(self.name())
     }
 }
 
@@ -43,15 +62,10 @@ impl std::str::FromStr for DriverKind {
     type Err = Error;
 
     fn from_str(s: &str) -> Result<Self> {
-        match s {
-            "auto" => Ok(Self::Auto),
-            "host" => Ok(Self::Host),
-            "device" => Ok(Self::Device),
-            _ => {
-                let reason = format!("{s:?} is unknown: use auto, host or device");
-                Err(Error::BadArgument { what: "driver", reason })
-            }
-        }
+        Self::ALL.into_iter().find(|kind| kind.name() == s).ok_or_else(|| {
+            let reason = format!("{s:?} is unknown: use auto, host or device");
+            Error::BadArgument { what: "driver", reason }
+        })
     }
 }
 
@@ -70,6 +84,9 @@ pub struct DeviceStep<'a> {
     pub ids: &'a Tensor,
     /// `[n, k]`, F32, contiguous, on the device.
     pub weights: &'a Tensor,
+    /// How many steps of the same token came before it. A token that is run again after [`StepFault::Missing`] makes
+    /// the same steps from 0 on, and those that were done change nothing. 0 for a step of its own.
+    pub ordinal: u32,
 }
 
 /// What device-driven steps of one layer have counted.
@@ -107,6 +124,25 @@ pub enum RoutingFault {
     },
 }
 
+/// Why the device stopped.
+#[derive(Debug, Clone, PartialEq)]
+pub enum StepFault {
+    /// The routing cannot be followed.
+    Routing(RoutingFault),
+    /// A step misses a record that only the host can bring. The tables, stamps and counters are as after the step, but
+    /// nothing was computed: whoever asked makes these fills, all of the step's misses, and runs the token again.
+    Missing(Vec<Fill>),
+}
+
+/// What a device cannot do on its own.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct DeviceLimits {
+    /// Why some records only the host can bring, if so: steps may end with [`StepFault::Missing`].
+    pub partial: Option<String>,
+    /// Every miss needs a slot: a set larger than its partition is not for the device.
+    pub only_into_slots: bool,
+}
+
 impl RoutingFault {
     pub(crate) fn error(self, directory: &Directory) -> Error {
         match self {
@@ -122,13 +158,16 @@ impl RoutingFault {
     }
 }
 
-/// Steps whose schedule runs on the device: least recently used, within the partitions of a [`PoolShape`] without
-/// staging. The set is accessed in order of first use; no member gives up its slot for another; a member that finds no
-/// slot is read without being stored.
+/// Steps whose schedule runs on the device: least recently used, or [`Lfru`](crate::policy::Lfru) where the residency
+/// that it took over has counts, within the partitions of a [`PoolShape`] without staging. The set is accessed in order
+/// of first use; no member gives up its slot for another; a member that finds no slot is read without being stored.
 ///
 /// The caller guarantees: `take_over` comes before any `step`, with every queue of the backend empty; between that and
 /// the last `step` nobody else fills slots.
 pub trait DeviceDriver {
+    /// What it cannot do, for as long as it lives.
+    fn limits(&self) -> DeviceLimits;
+
     /// Starts from what is in the slots: everything that has a slot is there.
     ///
     /// # Errors
@@ -149,12 +188,12 @@ pub trait DeviceDriver {
     /// What is wrong with the routing is no error here: see [`Self::fault`].
     fn step(&mut self, step: DeviceStep<'_>) -> Result<Tensor>;
 
-    /// The first routing fault since it was last asked for, if the device has come to it; then steps run again. With
-    /// `wait`, waits for the steps so far first.
+    /// The first fault since it was last asked for, if the device has come to it; then steps run again. With `wait`,
+    /// waits for the steps so far first.
     ///
     /// # Errors
     /// When the device stopped working.
-    fn fault(&mut self, wait: bool) -> Result<Option<RoutingFault>>;
+    fn fault(&mut self, wait: bool) -> Result<Option<StepFault>>;
 
     /// Waits for the steps so far, and returns their counters since the driver was made, by layer ordinal.
     ///

@@ -15,8 +15,8 @@ use std::time::Duration;
 use candle_core::{DType, Tensor};
 
 pub use device::{
-    DeviceCounters, DeviceDriver, DeviceStep, DriverKind, MOST_DEVICE_ASSIGNMENTS, MOST_DEVICE_SLOTS,
-    MOST_DEVICE_TOKENS, RoutingFault,
+    COPIED_RECORD_BYTES, DeviceCounters, DeviceDriver, DeviceLimits, DeviceStep, DriverKind,
+    MOST_DEVICE_ASSIGNMENTS, MOST_DEVICE_SLOTS, MOST_DEVICE_TOKENS, RoutingFault, StepFault,
 };
 
 use crate::error::Result;
@@ -32,6 +32,16 @@ pub enum Queue {
     Demand,
     /// Fills of staging slots; a backend lets demand go first.
     Prefetch,
+}
+
+impl Queue {
+    /// Every queue.
+    pub const ALL: [Self; 3] = [Self::Compute, Self::Demand, Self::Prefetch];
+
+    /// Its place in [`Self::ALL`].
+    pub fn index(self) -> usize {
+        self as usize
+    }
 }
 
 /// A point on a queue's timeline, reached when everything enqueued before it is done. Tickets of one queue are

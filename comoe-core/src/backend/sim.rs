@@ -17,8 +17,6 @@ use super::{Backend, BackendInfo, DeviceDriver, Fill, Queue, SlotId, Ticket, Tra
 use crate::error::{Error, Result};
 use crate::store::{RecordIndex, RecordSource};
 
-const QUEUES: [Queue; 3] = [Queue::Compute, Queue::Demand, Queue::Prefetch];
-
 /// Sequence numbers of each queue that are known to be reached.
 type Clock = [u64; 3];
 
@@ -75,6 +73,8 @@ pub struct SimBackend {
     seed: u64,
     check: bool,
     fail_fill: Option<RecordIndex>,
+    /// Of so many records the device itself can bring all but one.
+    host_only: Option<u32>,
     log: SimLog,
     slab: Vec<u8>,
     slot_bytes: usize,
@@ -97,6 +97,7 @@ impl SimBackend {
             seed,
             check: true,
             fail_fill: None,
+            host_only: None,
             log: SimLog::default(),
             slab: Vec::new(),
             slot_bytes: 0,
@@ -126,6 +127,13 @@ impl SimBackend {
         self
     }
 
+    /// Leaves every record whose number is a multiple of `n` to the host: the driver on the device cannot read it.
+    #[must_use]
+    pub fn leaving_to_the_host(mut self, n: u32) -> Self {
+        self.host_only = Some(n.max(1));
+        self
+    }
+
     /// The operation log.
     pub fn log(&self) -> SimLog {
         self.log.clone()
@@ -140,7 +148,7 @@ impl SimBackend {
     }
 
     fn enqueue(&mut self, queue: Queue, op: Op) -> Ticket {
-        let q = index(queue);
+        let q = queue.index();
         self.enqueued[q] += 1;
         self.clocks[q][q] = self.enqueued[q];
         self.ticket_clocks.insert((q, self.enqueued[q]), self.clocks[q]);
@@ -149,8 +157,8 @@ impl SimBackend {
     }
 
     fn enqueue_wait(&mut self, queue: Queue, ticket: Ticket) {
-        if let Some(known) = self.ticket_clocks.get(&(index(ticket.queue), ticket.seq)).copied() {
-            let clock = &mut self.clocks[index(queue)];
+        if let Some(known) = self.ticket_clocks.get(&(ticket.queue.index(), ticket.seq)).copied() {
+            let clock = &mut self.clocks[queue.index()];
             clock.iter_mut().zip(known).for_each(|(c, k)| *c = k.max(*c));
         }
         self.enqueue(queue, Op::Wait(ticket));
@@ -165,15 +173,15 @@ impl SimBackend {
 
     /// Whether `ticket` is ordered before whatever is enqueued next on `queue`.
     fn ordered(&self, queue: Queue, ticket: Ticket) -> bool {
-        self.clocks[index(queue)][index(ticket.queue)] >= ticket.seq
+        self.clocks[queue.index()][ticket.queue.index()] >= ticket.seq
     }
 
     /// Runs the head of a randomly drawn queue. `false` when none can run.
     fn tick(&mut self) -> bool {
         let first = self.draw() as usize;
-        for q in (0..QUEUES.len()).map(|i| (first + i) % QUEUES.len()) {
+        for q in (0..Queue::ALL.len()).map(|i| (first + i) % Queue::ALL.len()) {
             if let Some(Op::Wait(ticket)) = self.queues[q].front()
-                && self.reached[index(ticket.queue)] < ticket.seq
+                && self.reached[ticket.queue.index()] < ticket.seq
             {
                 continue;
             }
@@ -207,7 +215,7 @@ impl SimBackend {
     }
 
     fn run_until(&mut self, ticket: Ticket) -> Result<()> {
-        while self.reached[index(ticket.queue)] < ticket.seq {
+        while self.reached[ticket.queue.index()] < ticket.seq {
             if !self.tick() {
                 let reason = "the queues wait for each other".to_owned();
                 return Err(Error::BadArgument { what: "order of waits", reason });
@@ -215,10 +223,6 @@ impl SimBackend {
         }
         self.failure.take().map_or(Ok(()), Err)
     }
-}
-
-fn index(queue: Queue) -> usize {
-    QUEUES.iter().position(|q| *q == queue).unwrap_or_default()
 }
 
 impl Backend for SimBackend {
@@ -267,7 +271,7 @@ impl Backend for SimBackend {
         for _ in 0..self.draw() % 4 {
             self.tick();
         }
-        Ok(self.reached[index(ticket.queue)] >= ticket.seq)
+        Ok(self.reached[ticket.queue.index()] >= ticket.seq)
     }
 
     fn begin(&mut self, work: Work<'_>) -> Result<()> {
@@ -297,8 +301,8 @@ impl Backend for SimBackend {
     }
 
     fn synchronize(&mut self) -> Result<()> {
-        for queue in QUEUES {
-            self.run_until(Ticket { queue, seq: self.enqueued[index(queue)] })?;
+        for queue in Queue::ALL {
+            self.run_until(Ticket { queue, seq: self.enqueued[queue.index()] })?;
         }
         Ok(())
     }

@@ -5,6 +5,7 @@ use std::sync::{Arc, Mutex};
 use candle_core::Device;
 
 use super::options::Room;
+use super::token::Turns;
 use super::{CacheOptions, Capacity, Core, ExpertCache, RecordCache, Scope};
 use crate::backend::cpu::CpuBackend;
 use crate::backend::cuda::CudaOptions;
@@ -125,8 +126,7 @@ impl<S> CacheBuilder<S> {
         };
         let mut info = backend.info();
         let records = directory.len();
-        let may_drive = matches!(device, Device::Cuda(_)) || options.driver == DriverKind::Device;
-        let policy = options.policy.in_force(may_drive);
+        let policy = options.policy.in_force(layout.shape.slots() == records);
         let sharing = directory.layers().len().div_ceil(layout.shape.partitions.len().max(1));
         let per_token = options.top_k.max(1) * sharing;
         let pool = Pool::new(layout.shape, records, |slots| policy.build(slots, records, per_token));
@@ -143,7 +143,9 @@ impl<S> CacheBuilder<S> {
             }
         };
         let mut engine = Engine::new(backend, directory.clone(), pool, prefetch, slot_bytes, rules)?;
-        match drive(options.driver, policy, &mut engine, of_experts) {
+        let drives = drive(options.driver, policy, &mut engine, of_experts);
+        let driver = if drives.is_ok() { DriverKind::Device } else { DriverKind::Host };
+        match drives {
             Ok(()) => info.notes.push(format!(
                 "steps of up to {MOST_DEVICE_TOKENS} tokens are driven by the device, without a host round trip"
             )),
@@ -167,6 +169,7 @@ impl<S> CacheBuilder<S> {
             notes: layout.notes,
             device,
             policy,
+            driver,
             observer: Mutex::new(None),
         };
         Ok((core, store))
@@ -183,11 +186,13 @@ fn drive(
     if !of_experts {
         return Err("its records are no experts".to_owned());
     }
-    match (asked, policy) {
-        (DriverKind::Host, _) => Err("the host driver was asked for".to_owned()),
-        (_, PolicyKind::Lru) => engine.offer_device(),
-        (_, other) => Err(format!("the policy is {other}, the device knows lru")),
+    if asked == DriverKind::Host {
+        return Err("the host driver was asked for".to_owned());
     }
+    if !policy.is_a_devices() {
+        return Err(format!("the policy is {policy}, the device knows lru, lfru and aged"));
+    }
+    engine.offer_device(asked)
 }
 
 #[cfg_attr(not(feature = "cuda"), expect(unused_variables, reason = "only GPUs have options"))]
@@ -223,7 +228,7 @@ impl CacheBuilder<ExpertStore> {
         let ordinals = 0..core.directory.layers().len();
         let specs = ordinals.clone().map(|o| *store.spec(o)).collect();
         let layouts = ordinals.map(|o| *store.layout(o)).collect();
-        Ok(ExpertCache { core, specs, layouts })
+        Ok(ExpertCache { core, specs, layouts, tokens: Turns::default() })
     }
 }
 

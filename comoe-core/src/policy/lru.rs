@@ -57,6 +57,10 @@ impl EvictionPolicy for Lru {
         self.push_newest(record.0);
     }
 
+    fn adopt(&mut self, record: RecordIndex) {
+        self.push_newest(record.0);
+    }
+
     fn pass(&mut self, _record: RecordIndex) {}
 
     fn remove(&mut self, record: RecordIndex) {

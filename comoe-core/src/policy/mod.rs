@@ -4,6 +4,7 @@ mod belady;
 mod lfru;
 mod lfu;
 mod lru;
+mod ranked;
 
 use std::fmt;
 use std::str::FromStr;
@@ -12,6 +13,7 @@ pub use belady::Belady;
 pub use lfru::Lfru;
 pub use lfu::Lfu;
 pub use lru::Lru;
+pub use ranked::{Ranked, Ranking};
 
 use crate::error::Error;
 use crate::store::RecordIndex;
@@ -32,6 +34,10 @@ pub trait EvictionPolicy: Send {
     /// admitted).
     fn pass(&mut self, record: RecordIndex);
 
+    /// A record is resident that was not accessed now: it comes last in the order of what has come so. For taking over
+    /// what another has kept.
+    fn adopt(&mut self, record: RecordIndex);
+
     /// A record left its slot.
     fn remove(&mut self, record: RecordIndex);
 
@@ -40,13 +46,33 @@ pub trait EvictionPolicy: Send {
 
     /// Resident records, next victim first. For tests and pictures, not for speed.
     fn eviction_order(&self) -> Vec<RecordIndex>;
+
+    /// Decayed counts, where the policy goes by them: a device can go on from there.
+    fn decayed(&self) -> Option<Decayed<'_>> {
+        None
+    }
+
+    /// Replaces them by a device's, while nothing is resident. Other policies have nothing to replace.
+    fn set_decayed(&mut self, _tick: u64, _scores: &[u64]) {}
+}
+
+/// What [`Lfru`] knows of the past.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Decayed<'a> {
+    /// Accesses after which one counts half.
+    pub half_life: f64,
+    /// Accesses so far.
+    pub tick: u64,
+    /// By record: the bits of the score's logarithm (F64, see [`Lfru`]), 0 before the first access.
+    pub scores: &'a [u64],
 }
 
 /// The policies that can be chosen by name.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 #[non_exhaustive]
 pub enum PolicyKind {
-    /// The best that the device can run: [`Self::Aged`], but [`Self::Lru`] where a GPU decides by itself.
+    /// The best on recorded routing: [`Self::Aged`]. Where every record has a slot nobody ever leaves, and it is
+    /// [`Self::Lru`], which costs least.
     #[default]
     Auto,
     /// Least recently used.
@@ -78,13 +104,18 @@ impl PolicyKind {
         }
     }
 
-    /// What is in force when this is asked for. A GPU may take over the decisions, and knows LRU alone.
-    pub fn in_force(self, on_gpu: bool) -> Self {
+    /// What is in force when this is asked for; `resident`: every record has a slot.
+    pub fn in_force(self, resident: bool) -> Self {
         match self {
-            Self::Auto if on_gpu => Self::Lru,
+            Self::Auto if resident => Self::Lru,
             Self::Auto => Self::Aged,
             other => other,
         }
+    }
+
+    /// Whether a device knows it, too.
+    pub fn is_a_devices(self) -> bool {
+        !matches!(self, Self::Lfu)
     }
 
     /// Makes the policy for a partition of `slots` slots, with `records` records in the whole store, to which a token

@@ -3,26 +3,35 @@
 use candle_core::Tensor;
 
 use super::Engine;
+use super::token::Token;
 use crate::backend::{
-    DeviceCounters, DeviceDriver, DeviceStep, MOST_DEVICE_ASSIGNMENTS, MOST_DEVICE_SLOTS, MOST_DEVICE_TOKENS,
+    COPIED_RECORD_BYTES, DeviceCounters, DeviceDriver, DeviceLimits, DeviceStep, DriverKind,
+    MOST_DEVICE_ASSIGNMENTS, MOST_DEVICE_SLOTS, MOST_DEVICE_TOKENS,
 };
 use crate::error::{Error, Result};
 use crate::pool::SlotState;
-use crate::stats::CacheStats;
+use crate::stats::{CacheStats, human_bytes};
 
 /// Device-driven steps, where the cache has them.
 #[derive(Default)]
 pub(super) struct Drive {
-    offered: bool,
+    pub(super) offered: bool,
     /// The device owns the tables.
-    owns: bool,
+    pub(super) owns: bool,
+    pub(super) limits: DeviceLimits,
+    pub(super) token: Option<Token>,
+    /// A token was given up that the device may have stopped in.
+    pub(super) left_open: bool,
+    /// What the host brought for device-driven steps since the cache's counters began.
+    pub(super) brought_bytes: u64,
     /// The device's counters when the cache's began.
     base: Vec<DeviceCounters>,
 }
 
 impl Engine {
-    /// Lets the device drive steps of few tokens from here on, or says why it cannot.
-    pub(crate) fn offer_device(&mut self) -> std::result::Result<(), String> {
+    /// Lets the device drive steps of few tokens from here on, or says why it cannot, or should not where that was not
+    /// `asked` for.
+    pub(crate) fn offer_device(&mut self, asked: DriverKind) -> std::result::Result<(), String> {
         if self.prefetch.is_some() {
             return Err("prefetching is the host driver's".to_owned());
         }
@@ -32,17 +41,69 @@ impl Engine {
                  makes them fewer)"
             ));
         }
-        self.backend.device_driver()?;
+        let limits = self.backend.device_driver()?.limits();
+        let (largest, shape) = (self.directory.largest_record(), self.pool.shape());
+        if asked != DriverKind::Device && largest >= COPIED_RECORD_BYTES {
+            let largest = human_bytes(largest as u64);
+            return Err(format!(
+                "records of {largest} arrive sooner by copies than by kernels that read them"
+            ));
+        }
+        match &limits.partial {
+            Some(why) if asked != DriverKind::Device => {
+                return Err(format!(
+                    "{why}; only asked for by name does the device drive such tokens, again and again \
+                                    until all is there"
+                ));
+            }
+            // A later layer must not take away what an earlier one of the same token was brought.
+            Some(why) if shape.partitions.len() < shape.partition_of.len() => {
+                return Err(format!(
+                    "{why}, and layers share their slots: give each its own (scope layer, more slots)"
+                ));
+            }
+            _ => {}
+        }
+        self.drive.limits = limits;
         self.drive.offered = true;
         Ok(())
     }
 
-    /// Whether a step of `tokens` tokens with `top_k` experts each is the device's.
+    /// Whether a step of `tokens` tokens with `top_k` experts each is the device's, now.
     pub(crate) fn device_serves(&self, tokens: usize, top_k: usize) -> bool {
-        self.drive.offered && tokens <= MOST_DEVICE_TOKENS && tokens * top_k <= MOST_DEVICE_ASSIGNMENTS
+        let drive = &self.drive;
+        // What cannot be run again must not stop half-way.
+        drive.offered
+            && (drive.limits.partial.is_none() || drive.token.is_some())
+            && self.device_fits(tokens, top_k)
     }
 
-    fn driver(&mut self) -> Result<&mut dyn DeviceDriver> {
+    /// Whether the steps of such a token could be the device's, in every layer.
+    pub(crate) fn device_fits(&self, tokens: usize, top_k: usize) -> bool {
+        let (assignments, shape) = (tokens * top_k, self.pool.shape());
+        let has_slots = || {
+            let mut layers = self.directory.layers().iter().zip(&shape.partition_of);
+            layers.all(|(layer, &p)| assignments.min(layer.experts) <= shape.partitions[p])
+        };
+        self.drive.offered
+            && tokens <= MOST_DEVICE_TOKENS
+            && assignments <= MOST_DEVICE_ASSIGNMENTS
+            && (!self.drive.limits.only_into_slots || has_slots())
+    }
+
+    /// A host-driven step in the middle of a token that the device may have stopped in has no input to work with.
+    pub(super) fn refuse_within_token(&self) -> Result<()> {
+        if self.drive.token.is_none() || self.drive.limits.partial.is_none() {
+            return Ok(());
+        }
+        let reason =
+            "a step that the host must drive (more tokens or experts than the token was begun with, or an \
+                      observer), within a token that the device drives: end the token first"
+                .to_owned();
+        Err(Error::BadArgument { what: "token", reason })
+    }
+
+    pub(super) fn driver(&mut self) -> Result<&mut dyn DeviceDriver> {
         self.backend.device_driver().map_err(|reason| Error::BadArgument { what: "driver", reason })
     }
 
@@ -64,26 +125,17 @@ impl Engine {
     /// What was wrong with the routing of an earlier device-driven step, as far as that is known; this step is then not
     /// run.
     pub(crate) fn device_step(&mut self, step: DeviceStep<'_>) -> Result<Tensor> {
-        self.report_fault(false)?;
+        if self.drive.token.is_none() {
+            self.report_fault(false)?;
+        }
         self.guarded(|this| {
             this.device_owns()?;
-            this.driver()?.step(step)
+            let ordinal = this.drive.next_ordinal();
+            this.driver()?.step(DeviceStep { ordinal, ..step })
         })
     }
 
-    /// The first routing fault of the device-driven steps so far, as an error, once. `wait`: waits for them first.
-    /// Such a fault does not stop the cache: nothing was changed by it.
-    pub(crate) fn report_fault(&mut self, wait: bool) -> Result<()> {
-        if !self.drive.owns {
-            return Ok(());
-        }
-        match self.guarded(|this| this.driver()?.fault(wait))? {
-            Some(fault) => Err(fault.error(&self.directory)),
-            None => Ok(()),
-        }
-    }
-
-    fn device_owns(&mut self) -> Result<()> {
+    pub(super) fn device_owns(&mut self) -> Result<()> {
         if self.drive.owns {
             return Ok(());
         }
@@ -119,6 +171,7 @@ impl Engine {
     /// The device's counters since the cache's began, added to `stats`.
     pub(super) fn add_device_counts(&mut self, stats: &mut CacheStats) {
         let Some(counters) = self.device_counters() else { return };
+        let mut bytes = 0;
         for (i, now) in counters.iter().enumerate() {
             let then = self.drive.base.get(i).copied().unwrap_or_default();
             let (steps, missed) = (now.steps - then.steps, now.steps_with_miss - then.steps_with_miss);
@@ -132,12 +185,16 @@ impl Engine {
             stats.steps_with_transfer += missed;
             stats.transfers += missed;
             stats.records_moved += accesses - hits;
-            stats.bytes_moved += (accesses - hits) * self.directory.layers()[i].record_bytes as u64;
+            bytes += (accesses - hits) * self.directory.layers()[i].record_bytes as u64;
         }
+        stats.bytes_moved += bytes;
+        // What the host brought, its copy queue has timed.
+        stats.read_through_bytes += bytes.saturating_sub(self.drive.brought_bytes);
     }
 
     pub(super) fn reset_device_counts(&mut self) {
         self.drive.base = self.device_counters().unwrap_or_default();
+        self.drive.brought_bytes = 0;
     }
 
     /// `None` where the device has driven nothing, or stopped working (which every later step reports).

@@ -27,6 +27,10 @@ static FATBIN: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/kernels.fatbin"
 /// Warps of a GEMV's block, at most.
 const MOST_WARPS: usize = 4;
 
+/// Blocks that share the rows of a record to be dequantised: enough to fill the link with one record, few enough that
+/// items to be skipped cost little.
+const DEQUANT_BLOCKS: usize = 256;
+
 /// Shared memory for x in one block of a GEMV; what is longer is cut into segments.
 const X_BYTES: usize = 40 << 10;
 
@@ -466,7 +470,7 @@ impl Kernels {
         }
         let rows = 2 * args.from.gate.rows + args.from.down.rows + 1;
         let config = LaunchConfig {
-            grid_dim: (rows as u32, grid_extent("items", args.len)?, 1),
+            grid_dim: (rows.min(DEQUANT_BLOCKS) as u32, grid_extent("items", args.len)?, 1),
             block_dim: (128, 1, 1),
             shared_mem_bytes: 0,
         };

@@ -2,8 +2,8 @@
 //!
 //! Reading order: `context` (devices), `slab` and `pinned` (memory), `arena` (records in page-locked memory),
 //! `timeline` (streams and tickets), `batch`, `expand`, `sender`, `bounce` and `copies` (the copy queues), `compute` and `upload` (the
-//! compute queue), `kernels`, and the backend that puts them together. `device` and `resolve` are the driver whose
-//! tables live on the GPU. A backend serves one GPU and nothing here is
+//! compute queue), `kernels`, and the backend that puts them together. `device`, `tables` and `resolve` are the driver
+//! whose tables live on the GPU. A backend serves one GPU and nothing here is
 //! global, so several GPUs are several backends.
 
 #[cfg(feature = "cuda")]
@@ -38,6 +38,8 @@ mod resolve;
 mod sender;
 #[cfg(feature = "cuda")]
 mod slab;
+#[cfg(feature = "cuda")]
+mod tables;
 #[cfg(feature = "cuda")]
 mod timeline;
 #[cfg(feature = "cuda")]

@@ -16,6 +16,11 @@ pub(super) const COUNTERS_BYTES: usize = 32;
 pub(super) const FAULT_BYTES: usize = 16;
 pub(super) const FAULT_BAD_WEIGHT: u32 = 1;
 pub(super) const FAULT_UNKNOWN_EXPERT: u32 = 2;
+pub(super) const FAULT_MISSING: u32 = 3;
+/// Bytes of what is known of the token under way: steps done, and whether it is run again, u32 each.
+pub(super) const PROGRESS_BYTES: usize = 8;
+/// Bytes of a record that only the host can bring, and its slot: u32 each.
+pub(super) const MISSING_BYTES: usize = 8;
 /// So few threads are not worth saving: they also search the slots.
 const LEAST_THREADS: usize = 128;
 
@@ -29,15 +34,20 @@ pub(super) struct Resolve {
     pub(super) address: u64,
     pub(super) owner: u64,
     pub(super) stamp: u64,
+    pub(super) score: u64,
     pub(super) clock: u64,
     pub(super) counters: u64,
+    pub(super) progress: u64,
+    pub(super) missing: u64,
     pub(super) fault: u64,
     pub(super) host: u64,
     pub(super) items: u64,
+    pub(super) fills: u64,
     pub(super) list: u64,
     pub(super) factors: u64,
     pub(super) pool: u64,
     pub(super) stride: u64,
+    pub(super) half_life: f64,
     pub(super) assignments: u32,
     pub(super) top_k: u32,
     pub(super) experts: u32,
@@ -46,9 +56,11 @@ pub(super) struct Resolve {
     pub(super) slots: u32,
     pub(super) layer: u32,
     pub(super) weight_on_input: u32,
+    pub(super) ordinal: u32,
+    pub(super) unused: u32,
 }
 
-// SAFETY: plain integers without padding, mirrored field by field in kernels/resolve.cu.
+// SAFETY: plain numbers without padding, mirrored field by field in kernels/resolve.cu.
 unsafe impl DeviceRepr for Resolve {}
 
 impl Kernels {
@@ -90,6 +102,6 @@ mod tests {
 
     #[test]
     fn arguments_are_as_long_as_on_the_device() {
-        assert_eq!(size_of::<Resolve>(), 152);
+        assert_eq!(size_of::<Resolve>(), 200);
     }
 }

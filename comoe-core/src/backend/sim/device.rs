@@ -4,10 +4,13 @@ use std::collections::HashMap;
 
 use candle_core::{DType, Tensor};
 
-use super::{QUEUES, SimBackend, SlotAccess, index};
-use crate::backend::{DeviceCounters, DeviceDriver, DeviceStep, RoutingFault, Ticket, Work, WorkItem};
+use super::{SimBackend, SlotAccess};
+use crate::backend::{
+    DeviceCounters, DeviceDriver, DeviceLimits, DeviceStep, Fill, Queue, RoutingFault, StepFault, Ticket,
+    Work, WorkItem,
+};
 use crate::error::{Error, Result};
-use crate::policy::Lru;
+use crate::policy::{EvictionPolicy, Lfru, Lru};
 use crate::pool::{Pool, PoolShape, Residency};
 use crate::store::RecordIndex;
 
@@ -16,7 +19,11 @@ use crate::store::RecordIndex;
 pub(super) struct Tables {
     pool: Option<Pool>,
     counters: Vec<DeviceCounters>,
-    fault: Option<RoutingFault>,
+    fault: Option<StepFault>,
+    /// Steps of the token under way that are done.
+    done: u32,
+    /// The next step 0 is not another token's.
+    again: bool,
 }
 
 impl Tables {
@@ -54,19 +61,42 @@ impl SimBackend {
         }
         Ok(Ok(items))
     }
+
+    /// Whether only the host can bring a record.
+    fn is_host_only(&self, record: RecordIndex) -> bool {
+        self.host_only.is_some_and(|n| record.0.is_multiple_of(n))
+    }
+}
+
+fn nothing(x: &Tensor) -> Result<Tensor> {
+    let nan = Tensor::new(f32::NAN, x.device())?.to_dtype(DType::F32)?;
+    Ok(nan.broadcast_as(x.shape())?.to_dtype(x.dtype())?.contiguous()?)
 }
 
 impl DeviceDriver for SimBackend {
+    fn limits(&self) -> DeviceLimits {
+        let partial = self.host_only.map(|n| format!("one record in {n} is left to the host"));
+        DeviceLimits { only_into_slots: partial.is_some(), partial }
+    }
+
     fn take_over(&mut self, shape: &PoolShape, residency: &Residency) -> Result<()> {
         if let Some(&(record, _)) = residency.partitions.iter().flatten().next()
-            && QUEUES.iter().any(|&q| self.reached[index(q)] < self.enqueued[index(q)])
+            && Queue::ALL.iter().any(|q| self.reached[q.index()] < self.enqueued[q.index()])
         {
             self.broken("the device took over before every queue was empty", record)?;
         }
         let records = self.source.directory().len();
-        let mut pool = Pool::new(shape.clone(), records, |_| Box::new(Lru::new(records)));
+        let mut half_lives = residency.counts.iter().flat_map(|c| &c.half_lives);
+        let policy = |_| -> Box<dyn EvictionPolicy> {
+            match half_lives.next() {
+                Some(&half_life) => Box::new(Lfru::new(half_life, records)),
+                None => Box::new(Lru::new(records)),
+            }
+        };
+        let mut pool = Pool::new(shape.clone(), records, policy);
         pool.restore(residency)?;
         self.tables.pool = Some(pool);
+        (self.tables.done, self.tables.again) = (0, false);
         self.tables.counters.resize(self.source.directory().layers().len(), DeviceCounters::default());
         Ok(())
     }
@@ -76,24 +106,49 @@ impl DeviceDriver for SimBackend {
     }
 
     fn step(&mut self, step: DeviceStep<'_>) -> Result<Tensor> {
-        let DeviceStep { layer, spec, layout, x, ids, weights } = step;
+        let DeviceStep { layer, spec, layout, x, ids, weights, ordinal } = step;
         let top_k = ids.dims2()?.1;
         let values = weights.flatten_all()?.to_vec1::<f32>()?;
-        let items = match (self.tables.fault, self.resolve(&step, &values)?) {
-            (None, Ok(items)) => items,
-            (earlier, found) => {
-                self.tables.fault = earlier.or(found.err());
-                let nan = Tensor::new(f32::NAN, x.device())?.to_dtype(DType::F32)?;
-                return Ok(nan.broadcast_as(x.shape())?.to_dtype(x.dtype())?.contiguous()?);
+        if self.tables.fault.is_some() {
+            return nothing(x);
+        }
+        let items = match self.resolve(&step, &values)? {
+            Ok(items) => items,
+            Err(found) => {
+                self.tables.fault = Some(StepFault::Routing(found));
+                return nothing(x);
             }
         };
         let set: Vec<RecordIndex> = items.iter().map(|i| i.record).collect();
-        let missed = self.tables.pool()?.access(layer, &set);
-        let count = &mut self.tables.counters[layer];
-        count.steps += 1;
-        count.steps_with_miss += u64::from(!missed.is_empty());
-        count.accesses += set.len() as u64;
-        count.hits += (set.len() - missed.len()) as u64;
+        if ordinal == 0 && !std::mem::take(&mut self.tables.again) {
+            self.tables.done = 0;
+        }
+        let was_done = ordinal < self.tables.done;
+        let pool = self.tables.pool()?;
+        let missed = match was_done && set.iter().all(|&r| pool.locate(r).is_some()) {
+            true => Vec::new(),
+            false => {
+                let missed = pool.access(layer, &set);
+                let count = &mut self.tables.counters[layer];
+                count.steps += 1;
+                count.steps_with_miss += u64::from(!missed.is_empty());
+                count.accesses += set.len() as u64;
+                count.hits += (set.len() - missed.len()) as u64;
+                self.tables.done = ordinal + 1;
+                missed
+            }
+        };
+        if missed.iter().any(|&(record, _)| self.is_host_only(record)) {
+            let fills = missed.into_iter().map(|(record, slot)| match slot {
+                Some(slot) => Ok(Fill { record, slot }),
+                None => {
+                    let reason = "a set larger than its slots, with a record that only the host can bring";
+                    Err(Error::BadArgument { what: "step", reason: reason.to_owned() })
+                }
+            });
+            self.tables.fault = Some(StepFault::Missing(fills.collect::<Result<_>>()?));
+            return nothing(x);
+        }
 
         let bytes = layout.record_bytes;
         let mut unstored = HashMap::new();
@@ -111,6 +166,16 @@ impl DeviceDriver for SimBackend {
                 }
             }
         }
+        for &record in set.iter().filter(|r| !unstored.contains_key(r)) {
+            let located = self.tables.pool()?.locate(record);
+            let Some(SlotAccess { filled, holds, .. }) = located.map(|at| self.slots[at.slot.0 as usize])
+            else {
+                continue;
+            };
+            if holds != Some(record) || self.reached[filled.queue.index()] < filled.seq {
+                self.broken("the device read a slot before the host had filled it", record)?;
+            }
+        }
         self.step.begin(Work::Ffn { spec, layout, x, weights: &values, top_k })?;
         let (pool, slab, slot_bytes) = (self.tables.pool.as_ref(), &self.slab, self.slot_bytes);
         let open = |item: &WorkItem| match pool.and_then(|p| p.locate(item.record)) {
@@ -121,10 +186,12 @@ impl DeviceDriver for SimBackend {
         self.step.finish()
     }
 
-    fn fault(&mut self, wait: bool) -> Result<Option<RoutingFault>> {
+    fn fault(&mut self, wait: bool) -> Result<Option<StepFault>> {
         // Without waiting it may not be known yet.
         let known = wait || self.draw().is_multiple_of(2);
-        Ok(if known { self.tables.fault.take() } else { None })
+        let fault = if known { self.tables.fault.take() } else { None };
+        self.tables.again |= matches!(fault, Some(StepFault::Missing(_)));
+        Ok(fault)
     }
 
     fn counters(&mut self) -> Result<Vec<DeviceCounters>> {

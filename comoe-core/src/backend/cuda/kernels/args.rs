@@ -3,6 +3,8 @@
 use candle_core::DType;
 use cudarc::driver::{DeviceRepr, ValidAsZeroBits};
 
+#[cfg(doc)]
+use super::Kernels;
 use crate::expert::{Activation, ExpertLayout};
 
 /// One record of a launch, as the kernels read it from device memory.
