@@ -7,7 +7,7 @@ use clap::{Args as ClapArgs, Parser, Subcommand, ValueEnum};
 use comoe_bench::decode::Part;
 use comoe_bench::{Error, Result};
 use comoe_core::backend::cuda::ResidentFormat;
-use comoe_core::{ExpertFormat, PolicyKind, Prefetch, PrefetchTrigger};
+use comoe_core::{DriverKind, ExpertFormat, PolicyKind, Prefetch, PrefetchTrigger};
 
 /// Measures CoMoE with synthetic models of real shapes: qwen3-30b-a3b, mixtral-8x7b, deepseek-v2-lite, olmoe-1b-7b,
 /// gpt-oss-20b.
@@ -70,7 +70,10 @@ pub(crate) struct DecodeArgs {
     /// Measure with every expert in its slot, too (also when no slots are given).
     #[arg(long)]
     pub(crate) resident: bool,
-    /// Who leaves a slot: lru, lfu or lfru.
+    /// Who drives the steps: auto, host or device.
+    #[arg(long, default_value = "auto")]
+    pub(crate) driver: DriverKind,
+    /// Who leaves a slot: auto, lru, lfu, lfru or aged.
     #[arg(long, default_value = "lru")]
     pub(crate) policy: PolicyKind,
     /// What is brought ahead of time: off or correlation.

@@ -6,13 +6,16 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use candle_core::Tensor;
 use comoe_core::Result;
-use comoe_core::backend::{Backend, BackendInfo, Fill, Queue, SlotId, Ticket, TransferTime, Work, WorkItem};
+use comoe_core::backend::{
+    Backend, BackendInfo, DeviceDriver, Fill, Queue, SlotId, Ticket, TransferTime, Work, WorkItem,
+};
 use comoe_core::store::{Directory, RecordIndex};
 
 /// How often each record was used, by its number.
 pub type Uses = Arc<[AtomicU64]>;
 
-/// A backend that counts for which records it computes.
+/// A backend that counts for which records it computes, in steps that the host drives: what a device decides by itself
+/// is not seen.
 pub struct Counting {
     inner: Box<dyn Backend>,
     uses: Uses,
@@ -84,6 +87,10 @@ impl Backend for Counting {
 
     fn transfer_time(&self) -> TransferTime {
         self.inner.transfer_time()
+    }
+
+    fn device_driver(&mut self) -> std::result::Result<&mut dyn DeviceDriver, String> {
+        self.inner.device_driver()
     }
 }
 

@@ -13,7 +13,7 @@ use comoe_core::backend::cpu::CpuBackend;
 use comoe_core::backend::cuda::ResidentFormat;
 use comoe_core::store::{Checkpoint, Naming, RecordSource};
 use comoe_core::{
-    CacheOptions, CacheStats, Capacity, CudaOptions, ExpertCache, ExpertFormat, ExpertStore, PolicyKind,
+    CacheOptions, Capacity, CudaOptions, DriverKind, ExpertCache, ExpertFormat, ExpertStore, PolicyKind,
     Prefetch, PrefetchTrigger,
 };
 use comoe_models::load::{ConfigFile, DenseWeights};
@@ -52,6 +52,8 @@ pub struct Decode {
     pub slots_per_layer: Option<usize>,
     /// Who leaves.
     pub policy: PolicyKind,
+    /// Who drives.
+    pub driver: DriverKind,
     /// What is brought ahead of time.
     pub prefetch: Prefetch,
     /// When.
@@ -79,6 +81,7 @@ impl Decode {
             resident: ResidentFormat::AsStored,
             slots_per_layer: None,
             policy: PolicyKind::Lru,
+            driver: DriverKind::Auto,
             prefetch: Prefetch::Off,
             trigger: PrefetchTrigger::default(),
             warm_up: [256, 24],
@@ -107,6 +110,8 @@ pub struct Measured {
     pub notes: Vec<String>,
     /// Slots for each layer, and experts of each.
     pub slots_per_layer: [usize; 2],
+    /// Driver in force: `device` or `host`.
+    pub driver: String,
     /// Prefetch in force: `off`, or the trigger.
     pub prefetch: String,
     /// Tokens measured.
@@ -123,15 +128,15 @@ pub struct Measured {
     pub hit_rate: f64,
     /// Bytes moved on demand per token.
     pub bytes_per_token: f64,
-    /// GB/s of the demand queue while it was busy.
-    pub gb_per_s: f64,
+    /// GB/s of the demand queue while it was busy; `None` where kernels read what was missed.
+    pub gb_per_s: Option<f64>,
     /// Compute waiting for copies, ms per token.
     pub stalled_ms: f64,
     /// Records prefetched per token.
     pub prefetched: f64,
     /// Parts of them that were used.
     pub prefetch_used: f64,
-    /// How evenly experts were used, everything counted.
+    /// How evenly experts were used, by all steps that the host drove (at least the prompt).
     pub evenness: Evenness,
     /// GPU memory; `None` on the CPU.
     pub memory: Option<Memory>,
@@ -198,7 +203,6 @@ impl Decode {
         let start = Instant::now();
         say("making the experts");
         let (cache, uses) = self.cache(device)?;
-        let info = cache.backend_info().clone();
         let directory = cache.directory().clone();
         let model = match self.part {
             Part::Experts => Running::Experts(Box::new(self.experts(cache, device)?)),
@@ -236,7 +240,7 @@ impl Decode {
             }),
             _ => None,
         };
-        Ok(self.measured(&times, &stats, info, load_s, Evenness::of(&directory, &uses), memory))
+        Ok(self.measured(&times, model.cache(), load_s, Evenness::of(&directory, &uses), memory))
     }
 
     fn cache(&self, device: &Device) -> Result<(ExpertCache, Uses)> {
@@ -278,6 +282,7 @@ impl Decode {
         let options = CacheOptions {
             capacity: self.slots_per_layer.map_or(Capacity::All, |n| Capacity::Slots(n * shape.layers)),
             policy: self.policy,
+            driver: self.driver,
             prefetch: self.prefetch,
             prefetch_trigger: self.trigger,
             top_k: shape.top_k,
@@ -345,17 +350,16 @@ impl Decode {
     fn measured(
         &self,
         times: &[Duration],
-        stats: &CacheStats,
-        info: comoe_core::backend::BackendInfo,
+        cache: &ExpertCache,
         load_s: f64,
         evenness: Evenness,
         memory: Option<Memory>,
     ) -> Measured {
+        let (stats, info) = (cache.stats(), cache.backend_info().clone());
         let steps = times.len() as f64;
         let ms = |d: Duration| d.as_secs_f64() * 1e3;
         let mut sorted = times.to_vec();
         sorted.sort_unstable();
-        let busy = stats.time.demand;
         Measured {
             shape: self.shape.name.to_owned(),
             layers: self.shape.layers,
@@ -364,6 +368,7 @@ impl Decode {
             device: info.device,
             notes: info.notes,
             slots_per_layer: [stats.slots / self.shape.layers, self.shape.experts],
+            driver: cache.driver().to_string(),
             prefetch: match stats.staging_slots {
                 0 => "off".to_owned(),
                 _ => trigger_name(self.trigger).to_owned(),
@@ -375,7 +380,8 @@ impl Decode {
             slowest_ms: sorted.last().copied().map_or(0.0, ms),
             hit_rate: stats.hit_rate(),
             bytes_per_token: stats.bytes_moved as f64 / steps,
-            gb_per_s: comoe_core::machine::gb_per_s(stats.bytes_moved, busy),
+            gb_per_s: (stats.read_through_bytes == 0)
+                .then(|| comoe_core::machine::gb_per_s(stats.bytes_moved, stats.time.demand)),
             stalled_ms: ms(stats.time.stalled) / steps,
             prefetched: stats.prefetched as f64 / steps,
             prefetch_used: stats.prefetch_used as f64 / stats.prefetched.max(1) as f64,
@@ -577,6 +583,8 @@ mod tests {
         let text = run(|r| r.slots_per_layer = Some(1)).unwrap_err().to_string();
         assert!(text.contains("uses 2 to 8"), "{text}");
         assert!(run(|r| r.steps = 0).unwrap_err().to_string().contains("--steps"));
+        let text = run(|r| r.driver = DriverKind::Device).unwrap_err().to_string();
+        assert!(text.contains("use auto or host"), "{text}");
         let text = run(|r| r.shape.dense = None).unwrap_err().to_string();
         assert!(text.contains("--part experts"), "{text}");
     }

@@ -112,6 +112,7 @@ fn decode_shape(args: &DecodeArgs) -> Result<()> {
             resident: args.resident_format,
             slots_per_layer: slots,
             policy: args.policy,
+            driver: args.driver,
             prefetch: if trigger.is_some() { args.prefetch } else { Prefetch::Off },
             trigger: trigger.unwrap_or_default(),
             warm_up: [args.prompt, args.warm_up],
@@ -146,6 +147,7 @@ fn show(device: &Device, measured: &[Measured]) {
     heading(&what, device);
     let mut table = Table::new(&[
         "slots/layer",
+        "driver",
         "prefetch",
         "tok/s",
         "median ms",
@@ -162,13 +164,14 @@ fn show(device: &Device, measured: &[Measured]) {
         let [slots, all] = m.slots_per_layer;
         table.row([
             format!("{slots} of {all}"),
+            m.driver.clone(),
             m.prefetch.clone(),
             format!("{:.1}", m.tokens_per_s),
             format!("{:.2}", m.median_ms),
             format!("{:.2}", m.slowest_ms),
             format!("{:.1}", 100.0 * m.hit_rate),
             format!("{:.1}", m.bytes_per_token / 1e6),
-            format!("{:.1}", m.gb_per_s),
+            m.gb_per_s.map_or("-".to_owned(), |v| format!("{v:.1}")),
             format!("{:.2}", m.stalled_ms),
             format!("{:.1}", m.prefetched),
             format!("{:.0}", 100.0 * m.prefetch_used),
@@ -176,7 +179,8 @@ fn show(device: &Device, measured: &[Measured]) {
         ]);
     }
     println!("{table}");
-    let mut table = Table::new(&["entropy of expert use", "mean", "least even layer", "uniform draws"]);
+    let mut table =
+        Table::new(&["entropy of expert use, host's steps", "mean", "least even layer", "uniform draws"]);
     for m in measured {
         let e = m.evenness;
         table.row([

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use candle_core::DType;
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::{Args, Parser, Subcommand};
-use comoe_core::{Capacity, ExpertFormat, PolicyKind, Prefetch, ResidentFormat, Scope};
+use comoe_core::{Capacity, DriverKind, ExpertFormat, PolicyKind, Prefetch, ResidentFormat, Scope};
 
 use crate::device::DeviceChoice;
 use crate::size::parse_size;
@@ -177,6 +177,12 @@ pub(crate) struct ModelArgs {
         value_parser = PossibleValuesParser::new(Prefetch::ALL.map(Prefetch::name)).try_map(|s| s.parse::<Prefetch>())
     )]
     pub(crate) prefetch: Prefetch,
+    /// Who decides where experts go and moves them, in steps of few tokens: the GPU, or the host; auto takes the faster
+    #[arg(
+        long, default_value = "auto", help_heading = "Device",
+        value_parser = PossibleValuesParser::new(DriverKind::ALL.map(DriverKind::name)).try_map(|s| s.parse::<DriverKind>())
+    )]
+    pub(crate) driver: DriverKind,
     /// Every N decode steps, compare some slots with the stored experts and stop if one differs
     #[arg(long, value_name = "N", value_parser = parse_positive, help_heading = "Experts and memory")]
     pub(crate) check: Option<usize>,
@@ -354,12 +360,19 @@ mod tests {
             "--policy=lfru",
             "--scope=global",
             "--prefetch=correlation",
+            "--driver=host",
         ]);
         let m = g.unwrap().model;
         assert_eq!(m.model, Some("m".into()));
         assert_eq!(m.format, Format::Converted(ExpertFormat::Int4 { group: 32 }));
         assert_eq!((m.policy, m.scope, m.prefetch), (PolicyKind::Lfru, Scope::Global, Prefetch::Correlation));
-        assert_eq!(generate(&[]).unwrap().model.format, Format::Source);
+        let plain = generate(&[]).unwrap().model;
+        assert_eq!(
+            (m.driver, plain.driver, plain.format),
+            (DriverKind::Host, DriverKind::Auto, Format::Source)
+        );
+        let text = generate(&["--driver=gpu"]).unwrap_err().to_string();
+        assert!(["auto", "host", "device"].iter().all(|choice| text.contains(choice)), "{text}");
         for bad in
             ["--format=fp4", "--policy=fifo", "--scope=all", "--prefetch=on", "--pool=big", "--slots=-1"]
         {

@@ -86,6 +86,7 @@ fn load_with<M: AsRef<Decoder>>(
             policy: args.policy,
             scope: args.scope,
             prefetch: args.prefetch,
+            driver: args.driver,
             ..CacheOptions::default()
         },
         format: match args.format {

@@ -51,6 +51,8 @@ struct Cache {
     policy: String,
     scope: String,
     prefetch: String,
+    /// In force: `device` or `host`.
+    driver: String,
     accesses: u64,
     hits: u64,
     misses: u64,
@@ -59,6 +61,8 @@ struct Cache {
     transfers: u64,
     records_moved: u64,
     bytes_moved: u64,
+    /// Of them, those that kernels of device-driven steps read while they multiplied: in no time below.
+    read_through_bytes: u64,
     prefetched: u64,
     prefetch_used: u64,
     prefetch_wasted: u64,
@@ -112,6 +116,7 @@ impl Cache {
             policy: loaded.model.experts().policy().to_string(),
             scope: options.scope.to_string(),
             prefetch: options.prefetch.to_string(),
+            driver: loaded.model.experts().driver().to_string(),
             accesses: stats.accesses(),
             hits: stats.hits(),
             misses: stats.misses(),
@@ -120,6 +125,7 @@ impl Cache {
             transfers: stats.transfers,
             records_moved: stats.records_moved,
             bytes_moved: stats.bytes_moved,
+            read_through_bytes: stats.read_through_bytes,
             prefetched: stats.prefetched,
             prefetch_used: stats.prefetch_used,
             prefetch_wasted: stats.prefetch_wasted,
@@ -160,6 +166,8 @@ pub(crate) fn say_speed(generation: &Generation) {
 pub(crate) fn say_cache(loaded: &Loaded, memory: &MemoryWatch) {
     let stats = loaded.model.experts().stats();
     say!("{stats}");
+    let (driver, asked) = (loaded.model.experts().driver(), loaded.options.cache.driver);
+    say!("driver   {driver} ({asked} was asked for)");
     say_link(loaded, &stats);
     if let Some(peak) = memory.peak() {
         say!(
@@ -211,7 +219,7 @@ fn say_link(loaded: &Loaded, stats: &CacheStats) {
 
 /// What to say of transfers that reach `achieved` of `measured` GB/s, with `unlocked` bytes of experts not page-locked.
 fn slow_link(stats: &CacheStats, achieved: f64, measured: f64, unlocked: u64) -> Option<String> {
-    let moved = stats.bytes_moved + stats.prefetched_bytes;
+    let moved = stats.bytes_moved.saturating_sub(stats.read_through_bytes) + stats.prefetched_bytes;
     // A NaN is not below.
     if moved < ENOUGH_BYTES || achieved >= GOOD_PART * measured || measured.is_nan() {
         return None;

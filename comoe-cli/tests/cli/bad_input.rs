@@ -258,6 +258,7 @@ fn usage() {
     assert!(with(&["--pool", "plenty"]).contains("900K"));
     assert!(with(&["--format", "fp4"]).contains("int4"));
     assert!(with(&["--policy", "fifo"]).contains("lfru"));
+    assert!(with(&["--driver", "gpu"]).contains("[possible values: auto, host, device]"));
     assert!(with(&["--temperature", "-1"]).contains("temperature"));
     assert!(with(&["--top-p", "2"]).contains("top_p"));
     assert!(with(&["--max-tokens", "0"]).contains("at least 1"));
