@@ -27,8 +27,8 @@ pub const COPIED_RECORD_BYTES: usize = 32 << 20;
 #[non_exhaustive]
 pub enum DriverKind {
     /// The device where it can and where that is the faster, for steps of up to [`MOST_DEVICE_TOKENS`] tokens; the host
-    /// otherwise. The host is the faster with records of [`COPIED_RECORD_BYTES`] or more, and where some records are not
-    /// page-locked.
+    /// otherwise. The host is the faster with records of [`COPIED_RECORD_BYTES`] or more, unless each has a slot, and
+    /// where some records are not page-locked.
     #[default]
     Auto,
     /// The host: a step's ids come to it, and it starts the transfers.

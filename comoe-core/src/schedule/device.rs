@@ -43,24 +43,21 @@ impl Engine {
         }
         let limits = self.backend.device_driver()?.limits();
         let (largest, shape) = (self.directory.largest_record(), self.pool.shape());
-        if asked != DriverKind::Device && largest >= COPIED_RECORD_BYTES {
+        let by_name = asked == DriverKind::Device;
+        // With a slot for every record there is nothing to move but once.
+        if !by_name && largest >= COPIED_RECORD_BYTES && shape.slots() < self.directory.len() {
             let largest = human_bytes(largest as u64);
             return Err(format!(
                 "records of {largest} arrive sooner by copies than by kernels that read them"
             ));
         }
         match &limits.partial {
-            Some(why) if asked != DriverKind::Device => {
-                return Err(format!(
-                    "{why}; only asked for by name does the device drive such tokens, again and again \
-                                    until all is there"
-                ));
-            }
+            // A token that is cut short at every other layer takes longer than the host's round trips.
+            Some(why) if !by_name => return Err(format!("{why} (driver device would run tokens again)")),
             // A later layer must not take away what an earlier one of the same token was brought.
             Some(why) if shape.partitions.len() < shape.partition_of.len() => {
-                return Err(format!(
-                    "{why}, and layers share their slots: give each its own (scope layer, more slots)"
-                ));
+                let advice = "give each its own (scope layer, more slots)";
+                return Err(format!("{why}, and layers share their slots: {advice}"));
             }
             _ => {}
         }
@@ -96,10 +93,9 @@ impl Engine {
         if self.drive.token.is_none() || self.drive.limits.partial.is_none() {
             return Ok(());
         }
-        let reason =
-            "a step that the host must drive (more tokens or experts than the token was begun with, or an \
-                      observer), within a token that the device drives: end the token first"
-                .to_owned();
+        let reason = "this step is for the host (more tokens or experts than the token began with, or an observer), within \
+                      a token that the device drives: end the token first"
+            .to_owned();
         Err(Error::BadArgument { what: "token", reason })
     }
 
