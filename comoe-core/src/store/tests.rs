@@ -2,7 +2,7 @@
 
 use super::testing::{LAYERS, Shards, Style, TinyMoe, all_records, bf16};
 use super::*;
-use crate::expert::{Activation, ExpertId, ExpertSpec, WeightOn};
+use crate::expert::{Activation, ExpertId, ExpertLayout, ExpertSpec, WeightOn};
 use crate::format::ExpertFormat;
 use crate::format::record::unpack_expert;
 
@@ -299,7 +299,7 @@ fn mxfp4() -> Shards {
 }
 
 #[test]
-fn mxfp4_is_expanded_exactly() {
+fn mxfp4_is_kept_and_expanded_exactly() {
     let code = |byte: usize, high: bool| {
         let code = if high { byte >> 4 } else { byte & 15 };
         let value = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0][code & 7];
@@ -312,8 +312,13 @@ fn mxfp4_is_expanded_exactly() {
         assert!(store.notes()[0].contains("MXFP4"), "{:?}", store.notes());
         let spec = ExpertSpec { bias: true, ..ExpertSpec::swiglu(32, 32) };
         assert_eq!(*store.spec(0), spec);
-        for (e, record) in all_records(&*store.source()).iter().enumerate() {
+        assert_eq!((store.format(), store.source_format()), (ExpertFormat::Mxfp4, ExpertFormat::Mxfp4));
+        let expanded = store.clone().into_format(ExpertFormat::Bf16).unwrap();
+        let expanded = all_records(&*expanded.source());
+        for (e, (record, bf16)) in all_records(&*store.source()).iter().zip(&expanded).enumerate() {
             let found = unpack_expert(store.layout(0), record).unwrap();
+            let layout = ExpertLayout::new(&spec, ExpertFormat::Bf16);
+            assert_eq!(unpack_expert(&layout, bf16).unwrap(), found);
             for r in 0..32 {
                 for c in 0..32 {
                     let value = |row: usize, span: usize, scale: usize| {
@@ -359,5 +364,7 @@ fn bad_mxfp4_is_refused_by_name() {
     .unwrap();
     let mut out = vec![0; store.directory().record_bytes(RecordIndex(0))];
     let text = store.source().read(RecordIndex(0), &mut out).unwrap_err().to_string();
+    assert!(text.contains("down_proj_blocks"), "{text}");
+    let text = store.into_format(ExpertFormat::Bf16).unwrap_err().to_string();
     assert!(text.contains("down_proj_blocks"), "{text}");
 }
