@@ -61,6 +61,11 @@ impl ConfigFile {
         }
     }
 
+    /// A configuration that was made otherwise; `path` is for messages only.
+    pub(crate) fn of_values(path: &Path, root: Map<String, Value>) -> Self {
+        Self { path: path.to_owned(), root }
+    }
+
     /// The part that describes the language model: the whole, or `text_config` of a model of more modalities.
     pub fn language_model(&self) -> Self {
         match self.root.get("text_config") {
