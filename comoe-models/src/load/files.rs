@@ -112,7 +112,7 @@ impl ModelFiles {
 }
 
 /// The GGUF file that a path stands for: itself, or the only model in a folder without a configuration.
-fn gguf_of(path: &Path) -> Option<PathBuf> {
+pub(super) fn gguf_of(path: &Path) -> Option<PathBuf> {
     let is_gguf = |p: &Path| p.extension().is_some_and(|e| e.eq_ignore_ascii_case("gguf"));
     if !path.is_dir() {
         return is_gguf(path).then(|| path.to_owned());

@@ -38,11 +38,14 @@ const KINDS: [(GgmlType, u32, GgmlDType, &[usize]); 11] = [
     (GgmlType::F16, 1, GgmlDType::F16, &[0]),
 ];
 
-/// Random blocks whose f16 numbers (at `halves`) are between 2^-7 and 2^-6.
+/// Random blocks whose f16 numbers (at `halves`) are between 2^-7 and 2^-6, and whose integers are ggml's (no -128).
 fn blocks(kind: GgmlType, halves: &[usize], weights: usize, seed: u64) -> Vec<u8> {
     let mut bytes = noise(weights / kind.block_weights() * kind.block_bytes(), seed);
     for block in bytes.chunks_mut(kind.block_bytes()) {
         halves.iter().for_each(|at| block[at + 1] = 0x20 | block[at + 1] & 3);
+        if kind == GgmlType::Q8_0 {
+            block[2..].iter_mut().filter(|q| **q == 0x80).for_each(|q| *q = 0x81);
+        }
     }
     bytes
 }
