@@ -180,7 +180,8 @@ fn wrong_shapes_and_types_are_named_with_what_was_expected() {
         (Dtype::BF16, &[3, 5][..], ["[5, 3]", "[3, 5]"]),
         (Dtype::BF16, &[15], ["[5, 3]", "[15]"]),
         (Dtype::F32, &[5, 3], ["BF16", "F32"]),
-        (Dtype::F8_E4M3, &[5, 3], ["BF16", "F8_E4M3"]),
+        (Dtype::F8_E4M3, &[5, 3], ["FP8", "weight_scale_inv"]),
+        (Dtype::I16, &[5, 3], ["BF16", "I16"]),
     ] {
         let bytes = vec![0; shape.iter().product::<usize>() * dtype.bitsize() / 8];
         let text =

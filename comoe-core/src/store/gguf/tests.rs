@@ -129,7 +129,9 @@ fn experts_are_kept_where_a_format_holds_them_and_requantised_elsewhere() {
         assert_eq!(checkpoint.encoding("model.norm.weight"), Some(Encoding::Plain(safetensors::Dtype::F32)));
         let converted = store.clone().into_format(expected).unwrap();
         let said = converted.notes().iter().any(|n| n.contains("relative error"));
-        assert_eq!(said, kept.is_none() && kind != GgmlType::F16, "{}: {:?}", kind.name(), converted.notes());
+        // INT8 holds five bits with a scale and no least value, too.
+        let exact = kept.is_some() || matches!(kind, GgmlType::F16 | GgmlType::Q5_0);
+        assert_eq!(said, !exact, "{}: {:?}", kind.name(), converted.notes());
         let layout = ExpertLayout::new(store.spec(0), converted.format());
         for (e, record) in all_records(&*converted.source()).iter().enumerate() {
             assert_eq!(store.directory().record(ExpertId { layer: 1, expert: e }).unwrap().0, e as u32);
@@ -167,18 +169,6 @@ fn experts_are_kept_where_a_format_holds_them_and_requantised_elsewhere() {
 #[test]
 fn q8_0_with_a_weight_that_int8_does_not_have_is_packed() {
     let folder = tempfile::tempdir().unwrap();
-    let mut writer = model(GgmlType::Q8_0, 8, &[0]);
-    writer =
-        writer.tensor("blk.2.ffn_gate_exps.weight", &[1, 1, 32], 8, [&[0, 0x3c][..], &[0x80; 32]].concat());
-    for name in ["up", "down"] {
-        let shape: &[usize] = if name == "up" { &[1, 1, 32] } else { &[1, 32, 32] };
-        let bytes = [&[0, 0x3c][..], &[1; 32]].concat().repeat(shape[1]);
-        writer = writer.tensor(&format!("blk.2.ffn_{name}_exps.weight"), shape, 8, bytes);
-    }
-    // Another count of experts is refused before that.
-    let path = write(folder.path(), &writer);
-    let error = ExpertStore::open(&[&path], &Naming::auto()).unwrap_err().to_string();
-    assert!(error.contains("has 1 experts and layer 1 has 2"), "{error}");
     let mut bytes = blocks(GgmlType::Q8_0, &[0], 2 * 32 * 64, 0);
     bytes[2] = 0x80;
     let mut writer = Writer::new("qwen3moe").tensor("blk.0.ffn_gate_exps.weight", &[2, 32, 64], 8, bytes);
