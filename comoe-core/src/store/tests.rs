@@ -198,16 +198,18 @@ fn wrong_shapes_and_types_are_named_with_what_was_expected() {
         error(&TinyMoe::new(Style::Qwen).shards().with("a.safetensors", first, Dtype::BF16, &[2], &[0; 4]));
     assert!(text.contains(first) && text.contains("expected 2 dimensions"), "{text}");
     // Every expert without its scales, and in a type that is not read.
-    let mut fp8 = Shards::new();
-    for m in ["gate", "up", "down"] {
-        let name = format!("model.layers.0.mlp.experts.0.{m}_proj.weight");
-        fp8 = fp8.with("a.safetensors", &name, Dtype::F8_E4M3, &[2, 2], &[0; 4]);
+    for (dtype, expected) in [
+        (Dtype::F8_E4M3, "is FP8 and has neither weight_scale_inv nor weight_scale"),
+        (Dtype::F8_E5M2, "has dtype F8_E5M2; weights are read from BF16, F16, F32"),
+    ] {
+        let mut shards = Shards::new();
+        for m in ["gate", "up", "down"] {
+            let name = format!("model.layers.0.mlp.experts.0.{m}_proj.weight");
+            shards = shards.with("a.safetensors", &name, dtype, &[2, 2], &[0; 4]);
+        }
+        let text = error(&shards);
+        assert!(text.contains(expected), "{text}");
     }
-    let text = error(&fp8);
-    assert!(text.contains("is FP8 and has neither weight_scale_inv nor weight_scale"), "{text}");
-    let odd = Shards::new().with("a.safetensors", first, Dtype::F8_E5M2, &[2, 2], &[0; 4]);
-    let text = error(&odd);
-    assert!(text.contains("F8_E5M2") && text.contains("BF16, F16, F32"), "{text}");
 }
 
 #[test]
