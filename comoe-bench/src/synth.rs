@@ -145,7 +145,7 @@ fn fill_weights(format: ExpertFormat, matrix: &MatrixLayout, noise: &mut Noise, 
     // Columns are multiples of 16 in every shape, so that a row is whole words.
     let bytes = match format {
         ExpertFormat::Int8 { .. } => matrix.cols,
-        ExpertFormat::Int4 { .. } => matrix.cols / 2,
+        ExpertFormat::Int4 { .. } | ExpertFormat::Mxfp4 => matrix.cols / 2,
         _ => 2 * matrix.cols,
     };
     let exponent = bf16_exponent(deviation(matrix));
@@ -154,12 +154,22 @@ fn fill_weights(format: ExpertFormat, matrix: &MatrixLayout, noise: &mut Noise, 
         match format {
             ExpertFormat::Int8 { .. } => noise.fill(row, int8_word),
             ExpertFormat::Int4 { .. } => noise.fill(row, int4_word),
+            // Every code is a number, and half of them are negative.
+            ExpertFormat::Mxfp4 => noise.fill(row, |w| w),
             _ => noise.fill(row, |w| bf16_word(w, exponent)),
         }
     }
 }
 
 fn fill_scales(format: ExpertFormat, group: usize, matrix: &MatrixLayout, noise: &mut Noise, out: &mut [u8]) {
+    if format == ExpertFormat::Mxfp4 {
+        let exponent = (deviation(matrix) / E2M1_DEVIATION).log2().round() as i32 + 127;
+        let rows = &mut out[matrix.scales..][..matrix.rows * matrix.scale_row_bytes];
+        for row in rows.chunks_exact_mut(matrix.scale_row_bytes) {
+            row[..matrix.cols.div_ceil(group)].fill(exponent as u8);
+        }
+        return;
+    }
     // What the integers' own deviation leaves to do; scales differ by a quarter either way.
     let integers = if matches!(format, ExpertFormat::Int8 { .. }) { INT8_DEVIATION } else { INT4_DEVIATION };
     let scale = deviation(matrix) / integers;
@@ -182,6 +192,8 @@ fn fill_scales(format: ExpertFormat, group: usize, matrix: &MatrixLayout, noise:
 const INT4_DEVIATION: f64 = 4.183_300;
 /// Of -127..=127 where 0 is twice as likely.
 const INT8_DEVIATION: f64 = 73.467_5;
+/// Of E2M1's sixteen codes: `sqrt(68.5 / 8)`.
+const E2M1_DEVIATION: f64 = 2.926_175;
 /// Of magnitudes uniform in 1..2: `sqrt(7 / 3)`.
 const BF16_DEVIATION: f64 = 1.527_5;
 
@@ -219,7 +231,7 @@ mod tests {
 
     #[test]
     fn weights_have_mean_zero_and_the_deviation_that_keeps_activations() {
-        for format in [ExpertFormat::Bf16, ExpertFormat::INT8, ExpertFormat::INT4] {
+        for format in [ExpertFormat::Bf16, ExpertFormat::INT8, ExpertFormat::INT4, ExpertFormat::Mxfp4] {
             let shape =
                 Shape { spec: ExpertSpec { bias: true, ..ExpertSpec::swiglu(512, 256) }, ..Shape::small() };
             let source = SynthSource::new(&shape, format, 3).unwrap();
@@ -236,8 +248,9 @@ mod tests {
                 // Five standard errors.
                 assert!(mean.abs() < 5.0 * deviation / n.sqrt(), "{format} {what}: mean {mean}");
                 let off = deviation / aim;
-                // BF16 has powers of two only; scales of the others differ, which adds a little.
-                let within = if format == ExpertFormat::Bf16 { 0.7..1.42 } else { 0.97..1.05 };
+                // BF16 and MXFP4 have powers of two only; scales of the others differ, which adds a little.
+                let powers = matches!(format, ExpertFormat::Bf16 | ExpertFormat::Mxfp4);
+                let within = if powers { 0.7..1.42 } else { 0.97..1.05 };
                 assert!(within.contains(&off), "{format} {what}: {off} of the deviation");
             }
             let again = source.directory.len() as u32 - 1;

@@ -156,7 +156,8 @@ pub(crate) struct ModelArgs {
     /// available to the CPU]
     #[arg(long, group = "room", help_heading = "Experts and memory")]
     resident: bool,
-    /// How experts are stored: source (as in the checkpoint), bf16, int8 or int4; int4-g32 chooses the group too
+    /// How experts are stored: source (what fits the checkpoint best), bf16, mxfp4, int8 or int4; int4-g32 chooses the
+    /// group too
     #[arg(
         long, value_name = "FORMAT", default_value = "source", value_parser = parse_format,
         help_heading = "Experts and memory"
@@ -211,7 +212,7 @@ impl ModelArgs {
 /// How experts are stored.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Format {
-    /// As in the checkpoint.
+    /// What fits the checkpoint best.
     Source,
     /// Converted.
     Converted(ExpertFormat),
@@ -237,7 +238,7 @@ fn parse_format(text: &str) -> Result<Format, String> {
         "source" => Ok(Format::Source),
         _ => match text.parse() {
             Ok(format) => Ok(Format::Converted(format)),
-            Err(_) => Err("use source, bf16, int8 or int4, with a group as in int4-g32 (32, 64, 128)".into()),
+            Err(_) => Err("use source, bf16, mxfp4, int8 or int4, the last two with a group as in int4-g32 (32, 64, 128)".into()),
         },
     }
 }
@@ -377,6 +378,8 @@ mod tests {
         );
         let text = generate(&["--driver=gpu"]).unwrap_err().to_string();
         assert!(["auto", "host", "device"].iter().all(|choice| text.contains(choice)), "{text}");
+        let mxfp4 = generate(&["--format=mxfp4"]).unwrap().model.format;
+        assert_eq!(mxfp4, Format::Converted(ExpertFormat::Mxfp4));
         for bad in
             ["--format=fp4", "--policy=fifo", "--scope=all", "--prefetch=on", "--pool=big", "--slots=-1"]
         {

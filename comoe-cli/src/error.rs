@@ -19,7 +19,7 @@ pub(crate) enum Error {
     )]
     NoModelFolder { path: PathBuf, source: io::Error },
 
-    #[error("{} is a file; give the folder of a model, with config.json in it", path.display())]
+    #[error("{} is a file; give the folder of a model, with config.json in it, or a .gguf file", path.display())]
     ModelIsAFile { path: PathBuf },
 
     #[error(

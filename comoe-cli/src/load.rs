@@ -3,6 +3,7 @@
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use candle_core::{DType, Device};
@@ -62,16 +63,15 @@ fn load_with<M: AsRef<Decoder>>(
     args: &ModelArgs,
     quiet: bool,
 ) -> Result<Loaded<M>> {
-    let cache_dir = match args.format {
-        Format::Source => None,
-        Format::Converted(_) => {
-            let cache = CacheFolder::open();
-            if let Some(note) = &cache.note {
-                say!("note: {note}");
-            }
-            cache.path
+    let cache = CacheFolder::open();
+    let say_where = || {
+        if let Some(note) = &cache.note {
+            say!("note: {note}");
         }
     };
+    if args.format != Format::Source {
+        say_where();
+    }
     let opened = device::open(args.device)?;
     let on_gpu = opened.device.is_cuda();
     let bar = Bar::new();
@@ -95,11 +95,15 @@ fn load_with<M: AsRef<Decoder>>(
             Format::Source => None,
             Format::Converted(format) => Some(format),
         },
-        cache_dir,
+        cache_dir: cache.path.clone(),
         cuda,
     };
     let started = Instant::now();
-    let model = load(&folder, &opened.device, &options, &|p| bar.show(p));
+    let converted = AtomicBool::new(false);
+    let model = load(&folder, &opened.device, &options, &|p| {
+        converted.fetch_or(matches!(p, Progress::Convert { .. }), Ordering::Relaxed);
+        bar.show(p);
+    });
     let model = model.and_then(|model| {
         if on_gpu {
             bar.preparing();
@@ -109,6 +113,9 @@ fn load_with<M: AsRef<Decoder>>(
     });
     let took = started.elapsed();
     bar.clear();
+    if args.format == Format::Source && converted.into_inner() {
+        say_where();
+    }
     let mut notes: Vec<String> = opened.note.into_iter().collect();
     if !on_gpu && (args.resident_format.is_some() || args.page_lock_limit().is_some()) {
         notes.push(

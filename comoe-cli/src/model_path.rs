@@ -10,7 +10,7 @@ pub(crate) const BUNDLED: &str = "comoe-tiny";
 /// The file that makes a folder a model.
 const CONFIG: &str = "config.json";
 
-/// The folder of the model asked for, or of comoe-tiny when none is. A model of the hub is fetched if need be.
+/// The folder (or GGUF file) of the model asked for, or of comoe-tiny when none is. A model of the hub is fetched if need be.
 pub(crate) fn find(asked: Option<&Path>, quiet: bool) -> Result<PathBuf> {
     match asked {
         // A folder that is there goes before a name on the hub, as in transformers.
@@ -35,9 +35,14 @@ fn named(path: &Path) -> Option<RepoName> {
 fn given(path: &Path) -> Result<PathBuf> {
     match std::fs::metadata(path) {
         Err(source) => Err(Error::NoModelFolder { path: path.to_owned(), source }),
-        Ok(meta) if !meta.is_dir() => Err(Error::ModelIsAFile { path: path.to_owned() }),
+        Ok(meta) if !meta.is_dir() && !is_gguf(path) => Err(Error::ModelIsAFile { path: path.to_owned() }),
         Ok(_) => Ok(path.to_owned()),
     }
+}
+
+/// Whether a path is called a GGUF file, which is a model by itself.
+fn is_gguf(path: &Path) -> bool {
+    path.extension().is_some_and(|e| e.eq_ignore_ascii_case("gguf"))
 }
 
 /// Places for comoe-tiny, best first: beside the executable, upward from the working directory, in the checkout that
@@ -110,13 +115,17 @@ mod tests {
     }
 
     #[test]
-    fn a_folder_given_must_be_one() {
+    fn a_folder_given_must_be_one_and_a_file_a_gguf_file() {
         let root = tempfile::tempdir().unwrap();
         assert_eq!(given(root.path()).unwrap(), root.path());
         let file = root.path().join("model.safetensors");
         assert!(matches!(given(&file), Err(Error::NoModelFolder { .. })));
         std::fs::write(&file, "").unwrap();
         let e = given(&file).unwrap_err().to_string();
-        assert!(e.contains("model.safetensors") && e.contains("folder"), "{e}");
+        assert!(e.contains("model.safetensors") && e.contains("folder") && e.contains(".gguf"), "{e}");
+        let gguf = root.path().join("model.GGUF");
+        assert!(given(&gguf).is_err());
+        std::fs::write(&gguf, "").unwrap();
+        assert_eq!(given(&gguf).unwrap(), gguf);
     }
 }

@@ -6,6 +6,11 @@ __device__ __forceinline__ uint32_t pack_bf16(float a, float b) {
     return *reinterpret_cast<const uint32_t*>(&v);
 }
 
+// The number of an E2M1 code, the low four bits: exponent and mantissa where an f32 has them, times 2^126.
+__device__ __forceinline__ float e2m1(uint32_t code) {
+    return __uint_as_float((code & 7) << 22 | (code & 8) << 28) * 0x1p126f;
+}
+
 // Eight columns from 8 * piece on.
 template <int F>
 __device__ __forceinline__ uint4 dequant8(const char* row, const char* scales, uint32_t piece, uint32_t cols,
@@ -14,7 +19,7 @@ __device__ __forceinline__ uint4 dequant8(const char* row, const char* scales, u
         return *reinterpret_cast<const uint4*>(row + size_t(piece) * 16);
     } else {
         const uint32_t col = piece * 8;
-        const float scale = __half2float(reinterpret_cast<const __half*>(scales)[col >> group_shift]);
+        const float scale = scale_at<F>(scales, col >> group_shift);
         float v[8];
         if constexpr (F == INT4) {
             const uint32_t w = reinterpret_cast<const uint32_t*>(row)[piece];
@@ -22,6 +27,13 @@ __device__ __forceinline__ uint4 dequant8(const char* row, const char* scales, u
             for (int i = 0; i < 4; i++) {
                 v[2 * i] = float(int((w >> (4 * i)) & 15) - 8) * scale;
                 v[2 * i + 1] = float(int((w >> (16 + 4 * i)) & 15) - 8) * scale;
+            }
+        } else if constexpr (F == MXFP4) {
+            const uint32_t w = reinterpret_cast<const uint32_t*>(row)[piece];
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                v[2 * i] = e2m1(w >> (4 * i)) * scale;
+                v[2 * i + 1] = e2m1(w >> (16 + 4 * i)) * scale;
             }
         } else {
             const uint2 w = reinterpret_cast<const uint2*>(row)[piece];
@@ -86,4 +98,7 @@ extern "C" __global__ void dequant_int8(const Item* items, const Record from, co
 }
 extern "C" __global__ void dequant_int4(const Item* items, const Record from, const Record to) {
     dequant<INT4>(items, from, to);
+}
+extern "C" __global__ void dequant_mxfp4(const Item* items, const Record from, const Record to) {
+    dequant<MXFP4>(items, from, to);
 }

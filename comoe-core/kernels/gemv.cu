@@ -1,7 +1,7 @@
 // gate_up and down for few tokens: a record is read once, dequantised in registers and multiplied with every token
 // that chose it.
 //
-// Exact and deterministic: weights become f16 (INT4, INT8: small integers) or stay BF16, activations are split into
+// Exact and deterministic: weights become f16 (INT4, INT8, MXFP4: small numbers) or stay BF16, activations are split into
 // two f16 (scaled per token by a power of two, so nothing overflows) or three BF16 that add up to the F32 value, so
 // every product on the tensor cores is exact; sums are F32, scaled per group. The order of every sum depends on the
 // matrix's shape alone: a (token, expert) pair gives the same bits whatever else is in the launch. Compiled with
@@ -17,6 +17,11 @@ __device__ __forceinline__ uint32_t sub_half2(uint32_t v, uint32_t offset) {
     return *reinterpret_cast<const uint32_t*>(&r);
 }
 
+__device__ __forceinline__ uint32_t mul_half2(uint32_t v, uint32_t factor) {
+    const __half2 r = __hmul2(*reinterpret_cast<__half2*>(&v), *reinterpret_cast<__half2*>(&factor));
+    return *reinterpret_cast<const uint32_t*>(&r);
+}
+
 // Columns 8p .. 8p + 8 of a chunk as four pairs.
 template <int F>
 __device__ __forceinline__ void unpack(const uint4& chunk, int p, uint32_t (&out)[4]) {
@@ -26,6 +31,14 @@ __device__ __forceinline__ void unpack(const uint4& chunk, int p, uint32_t (&out
         for (int i = 0; i < 4; i++) {
             // 1024 + n as f16, less 1032: n - 8.
             out[i] = sub_half2(((w >> (4 * i)) & 0x000f000fu) | 0x64006400u, 0x64086408u);
+        }
+    } else if constexpr (F == MXFP4) {
+        const uint32_t w = word(chunk, p);
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            // Exponent and mantissa where an f16 has them, times 2^14.
+            const uint32_t pair = w >> (4 * i), bits = (pair & 0x00070007u) << 9 | (pair & 0x00080008u) << 12;
+            out[i] = mul_half2(bits, 0x74007400u);
         }
     } else if constexpr (F == INT8) {
 #pragma unroll
@@ -296,8 +309,7 @@ __device__ __forceinline__ void expert_gemv(const Item* items, const uint32_t* a
                                 const uint32_t group = (chunk * kCols) >> rec.group_shift;
                                 scale = 0.f;
                                 if (chunk < chunks) {
-                                    scale = __half2float(*reinterpret_cast<const __half*>(
-                                        scales + (m * 16 + g + 8 * h) * scale_stride + group * 2));
+                                    scale = scale_at<F>(scales + (m * 16 + g + 8 * h) * scale_stride, group);
                                 }
                             }
 #pragma unroll
@@ -383,3 +395,5 @@ GEMV(int8, INT8, 1, 2)
 GEMV(int8, INT8, 4, 1)
 GEMV(int4, INT4, 1, 2)
 GEMV(int4, INT4, 4, 1)
+GEMV(mxfp4, MXFP4, 1, 2)
+GEMV(mxfp4, MXFP4, 4, 1)

@@ -41,6 +41,19 @@ __device__ __forceinline__ float dot_word(uint32_t w, const float* x, float sum)
         sum = __fmaf_rn(int4_at<8>(high), x[5], sum);
         sum = __fmaf_rn(int4_at<12>(w), x[6], sum);
         return __fmaf_rn(int4_at<12>(high), x[7], sum);
+    } else if constexpr (F == MXFP4) {
+        // Twice the magnitudes as bytes: 0, 1, 2, 3, 4, 6, 8, 12. Columns 0, 2, 4, 6 and 1, 3, 5, 7.
+        const uint32_t codes = w & 0x77777777u;
+        const uint32_t bytes[2] = {__byte_perm(0x03020100u, 0x0c080604u, codes),
+                                   __byte_perm(0x03020100u, 0x0c080604u, codes >> 16)};
+#pragma unroll
+        for (int c = 0; c < 8; c++) {
+            const int nibble = c / 2 + 4 * (c % 2);
+            const float twice = __uint_as_float(__byte_perm(bytes[c % 2], 0x4b000000u, 0x7440 + c / 2)) - 8388608.f;
+            const uint32_t sign = (w << (28 - 4 * nibble)) & 0x80000000u;
+            sum = __fmaf_rn(__uint_as_float(__float_as_uint(twice) ^ sign), x[c], sum);
+        }
+        return sum;
     } else if constexpr (F == INT8) {
         w ^= 0x80808080u;
 #pragma unroll
@@ -60,7 +73,7 @@ __device__ __forceinline__ float dot_word(uint32_t w, const float* x, float sum)
 // twice.
 template <int F>
 __device__ __forceinline__ uint32_t swizzle(uint32_t quad) {
-    return F == INT4 ? quad & 6 : F == INT8 ? quad / 2 * 4 : 0;
+    return F == INT4 || F == MXFP4 ? quad & 6 : F == INT8 ? quad / 2 * 4 : 0;
 }
 
 // Eight columns of x, from `col` (a multiple of 8) on, to where the lanes that need them look.
@@ -164,7 +177,10 @@ struct Rows {
         });
     }
 
-    // Scales 64 * part .. 64 * part + 64 of every row, two a lane.
+    // Scales of a lane's word.
+    static constexpr uint32_t kPerLane = F == MXFP4 ? 4 : 2;
+
+    // Scales 32 * kPerLane * part .. 32 * kPerLane * (part + 1) of every row.
     __device__ __forceinline__ void load_scales(uint32_t (&s)[R], uint32_t part) const {
         const uint32_t at = (part * 32 + lane) * 4;
         each(scales, scale_row_bytes, [&](int r, uint64_t row) {
@@ -218,19 +234,23 @@ struct Rows {
             for (int r = 0; r < R; r++) acc[r] += sum[r];
         } else {
             const uint32_t group = ((pass * 32 + lane) * Chunk<F>::kCols) >> group_shift;
-            // Lanes of one pass differ by at most 32 groups, and 64 is a multiple: one part serves them all.
-            const uint32_t needed = ((pass * 32 * Chunk<F>::kCols) >> group_shift) / 64;
+            // Lanes of one pass differ by at most 32 groups, of which a part is a multiple: one part serves them all.
+            const uint32_t needed = ((pass * 32 * Chunk<F>::kCols) >> group_shift) / (32 * kPerLane);
             if (needed != part) {
                 part = needed;
                 load_scales(s, part);
                 if (to) store_scales(s, part);
             }
-            const bool upper = group % 2;
+            const uint32_t shift = group % kPerLane * (32 / kPerLane);
 #pragma unroll
             for (int r = 0; r < R; r++) {
-                const uint32_t pair = __shfl_sync(0xffffffffu, s[r], group / 2 % 32);
-                const float scale = __half2float(__ushort_as_half(uint16_t(upper ? pair >> 16 : pair)));
-                acc[r] = __fmaf_rn(scale, sum[r], acc[r]);
+                const uint32_t bits = __shfl_sync(0xffffffffu, s[r], group / kPerLane % 32) >> shift;
+                if constexpr (F == MXFP4) {
+                    // Sums are of twice the weights.
+                    acc[r] = __fmaf_rn(power_of_two(bits & 0xff), sum[r] * 0.5f, acc[r]);
+                } else {
+                    acc[r] = __fmaf_rn(__half2float(__ushort_as_half(uint16_t(bits))), sum[r], acc[r]);
+                }
             }
         }
     }
@@ -432,4 +452,5 @@ __device__ __forceinline__ void one_token_down(const Item* items, const uint32_t
 ONE_TOKEN(bf16, BF16)
 ONE_TOKEN(int8, INT8)
 ONE_TOKEN(int4, INT4)
+ONE_TOKEN(mxfp4, MXFP4)
 #endif

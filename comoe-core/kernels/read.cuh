@@ -16,6 +16,10 @@ template <>
 struct Traits<INT4> {
     static constexpr int kCols = 32, kParts = 2;
 };
+template <>
+struct Traits<MXFP4> {
+    static constexpr int kCols = 32, kParts = 2;
+};
 
 // Volatile keeps these loads ahead of the barrier behind which x is staged: they are what takes long.
 __device__ __forceinline__ uint4 load_chunk(const char* p) {

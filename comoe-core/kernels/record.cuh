@@ -5,7 +5,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-enum Format : int { BF16 = 0, INT8 = 1, INT4 = 2 };
+enum Format : int { BF16 = 0, INT8 = 1, INT4 = 2, MXFP4 = 3 };
 enum DType : uint32_t { DT_F32 = 0, DT_BF16 = 1, DT_F16 = 2 };
 enum ActKind : uint32_t { ACT_SILU = 0, ACT_GELU_TANH = 1, ACT_SWIGLU_CLAMPED = 2 };
 
@@ -53,6 +53,21 @@ struct Input {
     uint32_t dtype;
     uint32_t per_row;           // assignments per row: top_k for x, 1 for h
 };
+
+// E8M0: 2^(byte - 127).
+__device__ __forceinline__ float power_of_two(uint32_t byte) {
+    return __uint_as_float(byte == 0 ? 1u << 22 : byte << 23);
+}
+
+// The scale of a group of a row.
+template <int F>
+__device__ __forceinline__ float scale_at(const char* scales, uint32_t group) {
+    if constexpr (F == MXFP4) {
+        return power_of_two(reinterpret_cast<const uint8_t*>(scales)[group]);
+    } else {
+        return __half2float(reinterpret_cast<const __half*>(scales)[group]);
+    }
+}
 
 __device__ __forceinline__ void store_from_float(void* p, uint32_t dtype, size_t i, float v) {
     switch (dtype) {

@@ -14,7 +14,8 @@ pub type Result<T> = std::result::Result<T, Error>;
 pub enum Error {
     /// A format name that is not known.
     #[error(
-        "unknown expert format {asked:?}: use bf16, int8 or int4, with a group as in int4-g32 (32, 64, 128)"
+        "unknown expert format {asked:?}: use bf16, mxfp4, int8 or int4, the last two with a group as in int4-g32 \
+         (32, 64, 128)"
     )]
     UnknownFormat {
         /// The name as given.
@@ -93,6 +94,17 @@ pub enum Error {
         name: String,
         /// What is wrong: what was expected and what was found.
         reason: String,
+    },
+
+    /// A checkpoint is quantised in a way that is not known.
+    #[error(
+        "the checkpoint's quantisation, {asked}, is not supported; supported are {}: use such a release of the model, or \
+         one that is not quantised",
+        crate::store::Quantisation::KNOWN
+    )]
+    UnsupportedQuantisation {
+        /// The method as the configuration names it.
+        asked: String,
     },
 
     /// The store has no experts.

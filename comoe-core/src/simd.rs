@@ -7,6 +7,8 @@
 //! A value of an implementation's type is the proof that the processor has its instructions: [`dispatch`] alone
 //! makes one, after asking the processor.
 
+use crate::format::mxfp4::VALUES as E2M1;
+
 /// Lanes of a vector.
 pub(crate) const LANES: usize = 16;
 
@@ -40,6 +42,10 @@ pub(crate) trait Simd: Copy {
     fn nibbles(self, scale: f32) -> Self::Nibbles;
     /// Sixteen 4-bit weights times the scale.
     fn int4(self, bytes: &[u8; 8], scale: Self::Nibbles) -> Self::V;
+    /// Prepares [`Self::mxfp4`].
+    fn codes(self, scale: f32) -> Self::Nibbles;
+    /// Sixteen E2M1 numbers times the scale.
+    fn mxfp4(self, bytes: &[u8; 8], scale: Self::Nibbles) -> Self::V;
 
     /// The sum of the lanes, halves onto halves.
     #[inline(always)]
@@ -177,13 +183,23 @@ impl Simd for Portable {
             (n as i32 - 8) as f32 * scale
         })
     }
+    #[inline(always)]
+    fn codes(self, scale: f32) -> f32 {
+        scale
+    }
+    #[inline(always)]
+    fn mxfp4(self, bytes: &[u8; 8], scale: f32) -> Self::V {
+        let words = bytes.as_chunks::<4>().0;
+        let words = [u32::from_le_bytes(words[0]), u32::from_le_bytes(words[1])];
+        std::array::from_fn(|l| E2M1[(words[l / 8] >> NIBBLE_SHIFTS[l % 8] & 15) as usize] * scale)
+    }
 }
 
 #[cfg(target_arch = "x86_64")]
 mod x86 {
     use std::arch::x86_64::*;
 
-    use super::{LANES, NIBBLE_SHIFTS, Simd, Vectorised};
+    use super::{E2M1, LANES, NIBBLE_SHIFTS, Simd, Vectorised};
 
     #[target_feature(enable = "avx2,fma")]
     pub(super) fn avx2<W: Vectorised>(work: W) -> W::Output {
@@ -313,6 +329,29 @@ mod x86 {
                 })
             }
         }
+        #[inline(always)]
+        fn codes(self, scale: f32) -> Self::Nibbles {
+            let table = self.mul(self.load(&E2M1), self.splat(scale));
+            [table[0]; 2]
+        }
+        #[inline(always)]
+        fn mxfp4(self, bytes: &[u8; 8], scale: Self::Nibbles) -> Self::V {
+            // The table look-up reads the three low bits of each lane only; the fourth is the sign.
+            // SAFETY: as in `splat`; the load reads 8 unaligned u32 of an array of 8.
+            unsafe {
+                let shifts = _mm256_loadu_si256(NIBBLE_SHIFTS.as_ptr().cast());
+                let sign = _mm256_set1_epi32(i32::MIN);
+                let words = [
+                    i32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]),
+                    i32::from_le_bytes([bytes[4], bytes[5], bytes[6], bytes[7]]),
+                ];
+                words.map(|w| {
+                    let n = _mm256_srlv_epi32(_mm256_set1_epi32(w), shifts);
+                    let sign = _mm256_and_si256(_mm256_slli_epi32::<28>(n), sign);
+                    _mm256_xor_ps(_mm256_permutevar8x32_ps(scale[0], n), _mm256_castsi256_ps(sign))
+                })
+            }
+        }
     }
 
     impl Simd for Avx512 {
@@ -398,6 +437,15 @@ mod x86 {
                 _mm512_permutexvar_ps(_mm512_srlv_epi32(words, shifts), scale)
             }
         }
+        #[inline(always)]
+        fn codes(self, scale: f32) -> Self::Nibbles {
+            self.mul(self.load(&E2M1), self.splat(scale))
+        }
+        #[inline(always)]
+        fn mxfp4(self, bytes: &[u8; 8], scale: Self::Nibbles) -> Self::V {
+            // As INT4, with another table.
+            self.int4(bytes, scale)
+        }
     }
 }
 
@@ -427,8 +475,10 @@ pub(crate) mod tests {
             let x = s.bf16(&halves);
             let q = s.int8(&low[1]);
             let n = s.int4(&nibbles[2], s.nibbles(0.375));
+            let e = s.mxfp4(&nibbles[1], s.codes(0.125));
             let mut out = Vec::new();
-            let all = [x, q, n, s.add(x, q), s.sub(x, n), s.mul(q, n), s.clamp(q, -8.0, 7.0), s.splat(0.1)];
+            let all =
+                [x, q, n, e, s.add(x, q), s.sub(x, n), s.mul(q, n), s.clamp(q, -8.0, 7.0), s.splat(0.1)];
             for v in all {
                 let mut a = [0.0; LANES];
                 s.store(v, &mut a);

@@ -63,6 +63,10 @@ mod decode_graph;
 mod decoder;
 pub mod error;
 pub mod generate;
+#[cfg(test)]
+#[path = "../../comoe-core/src/store/gguf/writer.rs"]
+#[allow(dead_code, reason = "shared with comoe-core's tests, which use more of it")]
+mod gguf_writer;
 pub mod load;
 mod model;
 #[cfg(test)]

@@ -10,7 +10,7 @@ use crate::chat::{ChatTemplate, Conversation, Tokenizer};
 use crate::decoder::Decoder;
 use crate::error::{Error, Result};
 use crate::generate::Session;
-use crate::load::{ConfigFile, LoadOptions, Progress, open_decoder};
+use crate::load::{LoadOptions, ModelFiles, Progress, open_decoder};
 
 /// A loaded model: the decoder with its expert cache, tokenizer, chat template and stop tokens.
 pub struct Model {
@@ -22,30 +22,31 @@ pub struct Model {
 
 impl Model {
     /// Loads a folder in Hugging Face layout: `config.json`, `tokenizer.json`, safetensors shards and, where there
-    /// are such, `generation_config.json`, `tokenizer_config.json` and `chat_template.jinja`.
+    /// are such, `generation_config.json`, `tokenizer_config.json` and `chat_template.jinja`; or a GGUF file, which has
+    /// all of these.
     ///
     /// # Errors
     /// Names the file, tensor or field that is missing or wrong, and what would work.
     pub fn load(
-        folder: &Path,
+        path: &Path,
         device: &Device,
         options: &LoadOptions,
         progress: &(dyn Fn(Progress) + Sync),
     ) -> Result<Self> {
-        let config = ConfigFile::of_model(folder)?;
-        let plan = arch::plan(&config)?;
-        let tokenizer = Tokenizer::of_model(folder)?;
+        let files = ModelFiles::open(path)?;
+        let plan = arch::plan(files.config())?;
+        let tokenizer = files.tokenizer()?;
         if tokenizer.vocab_size() > plan.vocab {
             let reason = format!(
                 "has {} tokens, the model's vocabulary only {}: it belongs to another model",
                 tokenizer.vocab_size(),
                 plan.vocab
             );
-            return Err(Error::bad_file(folder.join("tokenizer.json"), reason));
+            return Err(Error::bad_file(files.tokenizer_path(), reason));
         }
-        let template = ChatTemplate::find(folder)?;
-        let stop = stop_tokens(folder, &config, &tokenizer)?;
-        let decoder = open_decoder(plan, folder, device, options, progress)?;
+        let template = files.template()?;
+        let stop = files.stop_tokens(&tokenizer)?;
+        let decoder = open_decoder(plan, &files, device, options, progress)?;
         Ok(Self { decoder, tokenizer, template, stop })
     }
 
@@ -110,23 +111,4 @@ impl AsRef<Decoder> for Model {
     fn as_ref(&self) -> &Decoder {
         &self.decoder
     }
-}
-
-/// The ids under `eos_token_id` of `generation_config.json` (where there is one) and of `config.json`, and the token
-/// under `eos_token` of `tokenizer_config.json`: each of them is the only right one for some models.
-fn stop_tokens(folder: &Path, config: &ConfigFile, tokenizer: &Tokenizer) -> Result<Vec<u32>> {
-    let mut ids = config.token_ids("eos_token_id")?;
-    let path = folder.join("generation_config.json");
-    if path.exists() {
-        ids.extend(ConfigFile::read(&path)?.token_ids("eos_token_id")?);
-    }
-    let path = folder.join("tokenizer_config.json");
-    if path.exists() {
-        // As text, or as an object with the text in it.
-        let end: Option<String> = ConfigFile::read(&path)?.first(&["eos_token.content", "eos_token"])?;
-        ids.extend(end.and_then(|token| tokenizer.id(&token)));
-    }
-    ids.sort_unstable();
-    ids.dedup();
-    Ok(ids)
 }

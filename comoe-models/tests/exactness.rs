@@ -73,3 +73,8 @@ fn int8() {
 fn int4() {
     every_pool_equals_the_resident_run(Some(ExpertFormat::INT4));
 }
+
+#[test]
+fn mxfp4() {
+    every_pool_equals_the_resident_run(Some(ExpertFormat::Mxfp4));
+}

@@ -106,7 +106,7 @@ fn a_flag_in_the_configuration_does_what_it_does_in_transformers() {
 fn bits_do_not_depend_on_the_slots_in_any_format() {
     for folder in fixtures() {
         let (_, ids) = golden(&folder);
-        for format in [None, Some(ExpertFormat::Int4 { group: 32 })] {
+        for format in [None, Some(ExpertFormat::Int4 { group: 32 }), Some(ExpertFormat::Mxfp4)] {
             let bits = |capacity| {
                 let cache = CacheOptions { capacity, scope: Scope::Global, ..CacheOptions::default() };
                 let decoder = open(&folder, &LoadOptions { cache, format, ..LoadOptions::default() });

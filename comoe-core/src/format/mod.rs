@@ -3,12 +3,15 @@
 //!
 //! Quantised weights are symmetric, `w = scale * q`, in groups along the input dimension with f16 scales;
 //! `ceil(cols / group)` groups a row, so a ragged tail is allowed. `scale * q` is exact in F32 (at most 18
-//! significant bits), so dequantising adds no rounding of its own. A scale may be negative (GGUF's Q4_0 has such),
+//! significant bits), so dequantising adds no rounding of its own. MXFP4's scales are powers of two, and as exact. An
+//! f16 scale may be negative (GGUF's Q4_0 has such),
 //! is never infinite or NaN, and is 0 for a group that is all zero.
 
 mod bf16;
 mod int4;
 mod int8;
+pub(crate) mod mxfp4;
+pub(crate) mod nibbles;
 pub mod record;
 mod scale;
 
@@ -38,6 +41,8 @@ pub enum ExpertFormat {
         /// Weights per scale: 32, 64 or 128.
         group: usize,
     },
+    /// E2M1 numbers, half a byte a weight, a power of two per 32 (gpt-oss).
+    Mxfp4,
 }
 
 impl ExpertFormat {
@@ -51,14 +56,19 @@ impl ExpertFormat {
         match self {
             Self::Bf16 => 2 * cols,
             Self::Int8 { .. } => cols,
-            Self::Int4 { .. } => cols.div_ceil(2),
+            Self::Int4 { .. } | Self::Mxfp4 => cols.div_ceil(2),
         }
         .next_multiple_of(ROW_ALIGN)
     }
 
     /// Bytes from one row's scales to the next, a multiple of 16; 0 for formats without scales.
     pub fn scale_row_bytes(self, cols: usize) -> usize {
-        self.group().map_or(0, |group| (2 * cols.div_ceil(group)).next_multiple_of(ROW_ALIGN))
+        match self {
+            Self::Bf16 => 0,
+            Self::Int8 { group } | Self::Int4 { group } => 2 * cols.div_ceil(group),
+            Self::Mxfp4 => cols.div_ceil(mxfp4::BLOCK),
+        }
+        .next_multiple_of(ROW_ALIGN)
     }
 
     /// Weights per scale, for formats that have scales.
@@ -66,6 +76,7 @@ impl ExpertFormat {
         match self {
             Self::Bf16 => None,
             Self::Int8 { group } | Self::Int4 { group } => Some(group),
+            Self::Mxfp4 => Some(mxfp4::BLOCK),
         }
     }
 
@@ -81,6 +92,7 @@ impl ExpertFormat {
             Self::Bf16 => bf16::pack_row(values, weights),
             Self::Int8 { group } => pack_row::<Int8>(values, group, weights, scales),
             Self::Int4 { group } => pack_row::<Int4>(values, group, weights, scales),
+            Self::Mxfp4 => mxfp4::pack_row(values, weights, scales),
         }
     }
 
@@ -90,12 +102,14 @@ impl ExpertFormat {
             Self::Bf16 => bf16::unpack_row(weights, out),
             Self::Int8 { group } => unpack_row::<Int8>(weights, scales, group, out),
             Self::Int4 { group } => unpack_row::<Int4>(weights, scales, group, out),
+            Self::Mxfp4 => mxfp4::unpack_row(weights, scales, out),
         }
     }
 
     #[cfg(test)]
     pub(crate) fn all_for_tests() -> impl Iterator<Item = Self> {
-        std::iter::once(Self::Bf16)
+        [Self::Bf16, Self::Mxfp4]
+            .into_iter()
             .chain([32, 64, 128].into_iter().flat_map(|group| [Self::Int8 { group }, Self::Int4 { group }]))
     }
 }
@@ -130,11 +144,12 @@ impl fmt::Display for ExpertFormat {
             Self::Bf16 => f.write_str("bf16"),
             Self::Int8 { group } => write!(f, "int8-g{group}"),
             Self::Int4 { group } => write!(f, "int4-g{group}"),
+            Self::Mxfp4 => f.write_str("mxfp4"),
         }
     }
 }
 
-/// Reads `bf16`, `int8`, `int4` (group 64) and `int8-g32`, `int4-g128` and the like.
+/// Reads `bf16`, `mxfp4`, `int8`, `int4` (group 64) and `int8-g32`, `int4-g128` and the like.
 impl FromStr for ExpertFormat {
     type Err = Error;
 
@@ -146,6 +161,7 @@ impl FromStr for ExpertFormat {
         };
         match (name, group) {
             ("bf16", _) if !s.contains("-g") => Ok(Self::Bf16),
+            ("mxfp4", _) if !s.contains("-g") => Ok(Self::Mxfp4),
             ("int8", 32 | 64 | 128) => Ok(Self::Int8 { group }),
             ("int4", 32 | 64 | 128) => Ok(Self::Int4 { group }),
             _ => Err(bad()),
@@ -162,7 +178,7 @@ mod tests {
         for format in ExpertFormat::all_for_tests() {
             assert_eq!(format.to_string().parse::<ExpertFormat>().unwrap(), format);
         }
-        for bad in ["", "int4-g48", "bf16-g64", "fp4", "int8-g", "int8-gx"] {
+        for bad in ["", "int4-g48", "bf16-g64", "mxfp4-g32", "fp4", "int8-g", "int8-gx"] {
             assert!(bad.parse::<ExpertFormat>().is_err(), "{bad}");
         }
     }

@@ -115,19 +115,34 @@ pub struct DecodedExpert {
 pub fn pack_expert(layout: &ExpertLayout, weights: &ExpertWeights<'_>, out: &mut [u8]) -> Result<()> {
     check_record(layout, out.len())?;
     out.fill(0);
-    let parts = [
-        ("gate", &layout.gate, &weights.gate),
-        ("up", &layout.up, &weights.up),
-        ("down", &layout.down, &weights.down),
-    ];
-    for (part, matrix, weights) in parts {
-        weights.check(part, matrix.rows * matrix.cols, [matrix.rows, matrix.cols])?;
-        let source = |row: usize, scratch: &mut [f32], pack: &mut PackRow<'_>| {
-            pack(weights.read(row * matrix.cols, scratch))
-        };
-        pack_matrix(part, layout.format, matrix, source, out)?;
-    }
-    match (&layout.bias, &weights.bias) {
+    pack_weights("gate", layout.format, &layout.gate, &weights.gate, out)?;
+    pack_weights("up", layout.format, &layout.up, &weights.up, out)?;
+    pack_weights("down", layout.format, &layout.down, &weights.down, out)?;
+    pack_biases(layout, weights.bias.as_ref(), out)
+}
+
+/// Packs one matrix into the zeroed record `out`.
+pub(crate) fn pack_weights(
+    part: &'static str,
+    format: ExpertFormat,
+    matrix: &MatrixLayout,
+    weights: &Weights<'_>,
+    out: &mut [u8],
+) -> Result<()> {
+    weights.check(part, matrix.rows * matrix.cols, [matrix.rows, matrix.cols])?;
+    let source = |row: usize, scratch: &mut [f32], pack: &mut PackRow<'_>| {
+        pack(weights.read(row * matrix.cols, scratch))
+    };
+    pack_matrix(part, format, matrix, source, out)
+}
+
+/// Packs the biases into the zeroed record `out`; they are there exactly when the layout has such.
+pub(crate) fn pack_biases(
+    layout: &ExpertLayout,
+    bias: Option<&ExpertBiases<'_>>,
+    out: &mut [u8],
+) -> Result<()> {
+    match (&layout.bias, bias) {
         (None, None) => Ok(()),
         (Some(at), Some(bias)) => {
             let (wide, narrow) = (layout.down.rows, layout.gate.rows);
@@ -210,7 +225,7 @@ pub fn convert_record(from: &ExpertLayout, record: &[u8], to: &ExpertLayout, out
 }
 
 /// Decodes row `row` of a matrix of `record` to `out`, `[cols]`.
-fn unpack_row(format: ExpertFormat, m: &MatrixLayout, record: &[u8], row: usize, out: &mut [f32]) {
+pub(crate) fn unpack_row(format: ExpertFormat, m: &MatrixLayout, record: &[u8], row: usize, out: &mut [f32]) {
     let weights = &record[m.weights + row * m.row_bytes..][..m.row_bytes];
     let scales = &record[m.scales + row * m.scale_row_bytes..][..m.scale_row_bytes];
     format.unpack_row(weights, scales, out);
@@ -278,7 +293,7 @@ fn pack_bias(part: &'static str, at: usize, n: usize, bias: &Weights<'_>, out: &
     Ok(())
 }
 
-fn check_record(layout: &ExpertLayout, len: usize) -> Result<()> {
+pub(crate) fn check_record(layout: &ExpertLayout, len: usize) -> Result<()> {
     if len == layout.record_bytes {
         return Ok(());
     }

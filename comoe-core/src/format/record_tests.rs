@@ -25,6 +25,16 @@ fn check_bounds(format: ExpertFormat, values: &[f32]) {
             }
             return;
         }
+        ExpertFormat::Mxfp4 => {
+            for (x, y) in values.chunks(32).zip(decoded.chunks(32)) {
+                let m = x.iter().fold(0.0f64, |m, &x| m.max(f64::from(x).abs()));
+                for (&x, &y) in x.iter().zip(y) {
+                    let off = (f64::from(x) - f64::from(y)).abs();
+                    assert!(off <= m / 4.0 + 2f64.powi(-129), "{x} {y} of max {m}");
+                }
+            }
+            return;
+        }
         ExpertFormat::Int8 { group } => (group, 127.0, 0.024),
         ExpertFormat::Int4 { group } => (group, 7.0, 0.27),
     };

@@ -12,6 +12,7 @@ use safetensors::Dtype;
 use serde::Deserialize;
 use serde::de::{MapAccess, Visitor};
 
+use super::gguf::{Ggml, Gguf};
 use super::shard::Shard;
 use crate::error::{Error, Result};
 
@@ -22,14 +23,34 @@ const SINGLE_FILE: &str = "model.safetensors";
 /// An index of a million tensors takes about 100 MB; anything beyond this is no index.
 const MAX_INDEX_BYTES: u64 = 256 << 20;
 
+/// How the elements of a tensor are stored.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Encoding {
+    /// One after the other.
+    Plain(Dtype),
+    /// As in a GGUF file: in blocks, or in another order of rows. [`QuantisedMatrix`](super::QuantisedMatrix) reads
+    /// them.
+    Ggml(Ggml),
+}
+
+impl fmt::Display for Encoding {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Plain(dtype) => dtype.fmt(f),
+            Self::Ggml(ggml) => f.write_str(ggml.kind().name()),
+        }
+    }
+}
+
 /// One tensor, read in place from its mapped shard.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TensorView<'a> {
-    /// Element type.
-    pub dtype: Dtype,
+    /// How the elements are stored.
+    pub encoding: Encoding,
     /// Dimensions, row-major.
     pub shape: &'a [usize],
-    /// The elements, little endian. Not aligned beyond 8 bytes, and in files of other writers not even that.
+    /// The elements as stored, little endian. Not aligned beyond 8 bytes, and in files of other writers not even that.
     pub bytes: &'a [u8],
     /// The shard that holds it.
     pub file: &'a Path,
@@ -43,11 +64,12 @@ pub(super) struct Region {
     pub(super) len: usize,
 }
 
+/// A tensor's place.
 #[derive(Debug)]
-struct Located {
-    dtype: Dtype,
-    shape: Vec<usize>,
-    region: Region,
+pub(super) struct Located {
+    pub(super) encoding: Encoding,
+    pub(super) shape: Vec<usize>,
+    pub(super) region: Region,
 }
 
 /// The tensors of one checkpoint, whose shards are memory-mapped for as long as this lives.
@@ -63,7 +85,8 @@ pub struct Checkpoint {
 
 impl Checkpoint {
     /// Opens a folder (one that holds `model.safetensors.index.json`, `model.safetensors`, or any `.safetensors`
-    /// files), an index file, or a list of `.safetensors` files. Headers are read and checked; data is not touched.
+    /// files, or one `.gguf` file), an index file, a `.gguf` file (of a split one the first), or a list of `.safetensors`
+    /// files. Headers are read and checked; data is not touched.
     ///
     /// # Errors
     /// [`Error::Io`] for a file that is not there, [`Error::MissingShard`] for a shard that only the index knows,
@@ -77,6 +100,7 @@ impl Checkpoint {
                 reason: "none given; give a model folder or its .safetensors files".into(),
             }),
             [one] if one.is_dir() => Self::open_folder(one),
+            [one] if is_gguf(one) => Gguf::open(one)?.into_checkpoint(),
             [one] if one.extension().is_some_and(|e| e == "json") => Self::open_index(one, one),
             many => {
                 if let Some(folder) = many.iter().find(|p| p.is_dir()) {
@@ -104,20 +128,30 @@ impl Checkpoint {
         if single.exists() {
             return Self::open_list(what, &[single]);
         }
-        let mut found = Vec::new();
+        let (mut found, mut ggufs) = (Vec::new(), Vec::new());
         for entry in std::fs::read_dir(folder).map_err(|e| Error::io(folder, e))? {
             let path = entry.map_err(|e| Error::io(folder, e))?.path();
             let hidden = path.file_name().is_some_and(|n| n.to_string_lossy().starts_with('.'));
             if !hidden && path.extension().is_some_and(|e| e == "safetensors") {
                 found.push(path);
+            } else if !hidden && is_gguf(&path) {
+                ggufs.push(path);
             }
+        }
+        // Of a split file, the first stands for all.
+        ggufs.sort();
+        if ggufs.len() > 1 && ggufs[0].to_string_lossy().contains("-00001-of-") {
+            ggufs.truncate(1);
+        }
+        if let ([], [gguf]) = (&found[..], &ggufs[..]) {
+            return Gguf::open(gguf)?.into_checkpoint();
         }
         if found.is_empty() {
             return Err(Error::bad_file(
                 folder,
                 format!(
-                    "holds no model: expected {INDEX_FILE}, {SINGLE_FILE} or other .safetensors files; give the \
-                     folder that a model was downloaded to"
+                    "holds no model: expected {INDEX_FILE}, {SINGLE_FILE} other .safetensors files or one \
+                     .gguf file; give the folder that a model was downloaded to, or a .gguf file"
                 ),
             ));
         }
@@ -221,11 +255,21 @@ impl Checkpoint {
     pub fn tensor(&self, name: &str) -> Result<TensorView<'_>> {
         let located = self.located(name)?;
         Ok(TensorView {
-            dtype: located.dtype,
+            encoding: located.encoding,
             shape: &located.shape,
             bytes: self.bytes(located.region),
             file: self.shards[located.region.shard].path(),
         })
+    }
+
+    /// How the tensor `name` is stored, if there is one.
+    pub fn encoding(&self, name: &str) -> Option<Encoding> {
+        self.tensors.get(name).map(|t| t.encoding)
+    }
+
+    /// A checkpoint of tensors that were found otherwise.
+    pub(super) fn of(what: String, shards: Vec<Shard>, tensors: BTreeMap<String, Located>) -> Self {
+        Self { what, shards, tensors }
     }
 
     /// The shards, in order.
@@ -271,7 +315,12 @@ impl Checkpoint {
 
 fn locate(shard: usize, dtype: Dtype, shape: &[usize], range: Range<usize>) -> Located {
     let region = Region { shard, start: range.start, len: range.len() };
-    Located { dtype, shape: shape.to_vec(), region }
+    Located { encoding: Encoding::Plain(dtype), shape: shape.to_vec(), region }
+}
+
+/// Whether a path is called a GGUF file.
+fn is_gguf(path: &Path) -> bool {
+    path.extension().is_some_and(|e| e.eq_ignore_ascii_case("gguf"))
 }
 
 fn is_plain_file_name(name: &str) -> bool {
@@ -336,8 +385,8 @@ mod tests {
             assert_eq!(c.names().collect::<Vec<_>>(), ["x", "y", "z"]);
             let z = c.tensor("z").unwrap();
             assert_eq!(
-                (z.dtype, z.shape, z.bytes, z.file),
-                (Dtype::U8, &[5][..], &b"hello"[..], b.as_path())
+                (z.encoding, z.shape, z.bytes, z.file),
+                (Encoding::Plain(Dtype::U8), &[5][..], &b"hello"[..], b.as_path())
             );
             assert_eq!(c.tensor("x").unwrap().bytes, bf16(&[1.0; 6]));
         }

@@ -1,12 +1,13 @@
 //! Changing a store's format: every record once, in parallel, kept in a packed file that the next start finds.
 
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use rayon::prelude::*;
 
 use super::experts::{ExpertStore, Origin};
+use super::gather::Loss;
 use super::memory::MemorySource;
 use super::packed::{PackedFile, PackedInfo, PackedLayer};
 use super::packed_writer::PackedWriter;
@@ -77,7 +78,10 @@ impl ExpertStore {
             source: key.map_or_else(String::new, |key| key.to_string()),
         };
         let layouts = info.layouts();
-        let converter = Converter { store: &self, layouts: &layouts, directory: info.directory()?, options };
+        let measure = format != ExpertFormat::Bf16 && self.is_quantised();
+        let loss = Mutex::new(Loss::default());
+        let directory = info.directory()?;
+        let converter = Converter { store: &self, layouts: &layouts, directory, options, measure, loss };
         let (origin, note) = match options.cache_dir.as_ref().filter(|_| key.is_some()) {
             None => {
                 let source = Arc::new(converter.to_memory()?);
@@ -101,8 +105,14 @@ impl ExpertStore {
                 (Origin::Packed(Arc::new(packed)), note)
             }
         };
+        let lost = converter.loss.into_inner().unwrap_or_else(PoisonError::into_inner).relative();
         let mut notes = self.notes;
         notes.push(note);
+        if lost > 0.0 {
+            notes.push(format!(
+                "requantised to {format}: the weights' relative error is {lost:.1e} (root mean square)"
+            ));
+        }
         Ok(Self { origin, layouts, format, notes, ..self })
     }
 }
@@ -125,6 +135,18 @@ struct Converter<'a> {
     /// The records to make.
     directory: Directory,
     options: &'a ConvertOptions<'a>,
+    /// Whether what is lost of quantised weights is of interest.
+    measure: bool,
+    loss: Mutex<Loss>,
+}
+
+/// What a thread keeps from record to record.
+#[derive(Default)]
+struct Scratch {
+    /// A record in its source's format.
+    record: Vec<u8>,
+    /// A matrix in F32.
+    values: Vec<f32>,
 }
 
 impl Converter<'_> {
@@ -132,9 +154,9 @@ impl Converter<'_> {
         let done = AtomicUsize::new(0);
         let records: Vec<Box<[u8]>> = self
             .indices()
-            .map(|record| {
+            .map_init(Scratch::default, |scratch, record| {
                 let mut out = vec![0; self.directory.record_bytes(record)].into_boxed_slice();
-                self.convert(record, &mut Vec::new(), &mut out)?;
+                self.convert(record, scratch, &mut out)?;
                 self.tell(&done);
                 Ok(out)
             })
@@ -146,7 +168,7 @@ impl Converter<'_> {
         let writer = PackedWriter::create(path, info)?;
         let done = AtomicUsize::new(0);
         self.indices().try_for_each_init(
-            || (Vec::new(), Vec::new()),
+            || (Scratch::default(), Vec::new()),
             |(scratch, out), record| {
                 out.resize(self.directory.record_bytes(record), 0);
                 self.convert(record, scratch, out)?;
@@ -162,16 +184,24 @@ impl Converter<'_> {
         (0..self.directory.len() as u32).into_par_iter().map(RecordIndex)
     }
 
-    fn convert(&self, record: RecordIndex, scratch: &mut Vec<u8>, out: &mut [u8]) -> Result<()> {
+    fn convert(&self, record: RecordIndex, scratch: &mut Scratch, out: &mut [u8]) -> Result<()> {
         let ordinal = self.directory.ordinal_of(record);
+        let layout = &self.layouts[ordinal];
         match &self.store.origin {
-            Origin::Checkpoint(source) => source.pack(record, &self.layouts[ordinal], out),
+            Origin::Checkpoint(source) => {
+                let lost = source.pack(record, layout, self.measure, &mut scratch.values, out)?;
+                if self.measure {
+                    *self.loss.lock().unwrap_or_else(PoisonError::into_inner) += lost;
+                }
+                Ok(())
+            }
             Origin::Packed(_) | Origin::Records(..) => {
                 let from = self.store.layout(ordinal);
-                scratch.resize(from.record_bytes, 0);
-                self.store.source_ref().read(record, scratch)?;
-                convert_record(from, scratch, &self.layouts[ordinal], out).map_err(|error| {
-                    Error::FillFailed { id: self.directory.id(record), reason: error.to_string() }
+                scratch.record.resize(from.record_bytes, 0);
+                self.store.source_ref().read(record, &mut scratch.record)?;
+                convert_record(from, &scratch.record, layout, out).map_err(|error| Error::FillFailed {
+                    id: self.directory.id(record),
+                    reason: error.to_string(),
                 })
             }
         }

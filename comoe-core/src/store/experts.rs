@@ -1,11 +1,12 @@
 //! The expert store: every expert of a model, as records in one format.
 
+use std::collections::BTreeSet;
 use std::path::Path;
 use std::sync::Arc;
 
 use super::checkpoint::Checkpoint;
 use super::fingerprint::Fingerprint;
-use super::gather::{CheckpointSource, FloatType};
+use super::gather::{CheckpointSource, FloatType, Part};
 use super::naming::Naming;
 use super::packed::PackedFile;
 use super::survey::survey;
@@ -64,31 +65,27 @@ impl ExpertStore {
     pub fn from_checkpoint(checkpoint: Arc<Checkpoint>, naming: &Naming) -> Result<Self> {
         let found = survey(&checkpoint, naming)?;
         let mut notes = Vec::new();
-        match found.float {
-            FloatType::Bf16 => {}
-            FloatType::F16 => {
-                notes.push("experts are F16 in the checkpoint; as BF16 records they are rounded".into())
-            }
-            FloatType::F32 => {
-                notes.push("experts are F32 in the checkpoint; as BF16 records they are rounded".into())
-            }
-        }
-        if found.mxfp4 {
-            notes.push(
-                "experts are MXFP4 in the checkpoint; BF16 records are exact, and 3.8 times as large".into(),
-            );
+        if let Some(float @ (FloatType::F16 | FloatType::F32)) = found.float {
+            notes.push(format!("experts are {float} in the checkpoint; as BF16 records they are rounded"));
         }
         let what = checkpoint.describe().to_owned();
         let source = CheckpointSource::new(checkpoint, found, naming)?;
-        let specs = source.specs().to_vec();
-        let layouts = specs.iter().map(|s| ExpertLayout::new(s, ExpertFormat::Bf16)).collect();
+        let (format, specs) = (source.format(), source.specs().to_vec());
+        let (source_format, encodings) = source_format(&source);
+        if !encodings.is_empty() {
+            notes.push(match format == source_format && format != ExpertFormat::Bf16 {
+                true => format!("experts are {encodings} in the checkpoint, and are kept as they are"),
+                false => format!("experts are {encodings} in the checkpoint"),
+            });
+        }
+        let layouts = specs.iter().map(|s| ExpertLayout::new(s, format)).collect();
         Ok(Self {
             what,
             origin: Origin::Checkpoint(Arc::new(source)),
             specs,
             layouts,
-            format: ExpertFormat::Bf16,
-            source_format: ExpertFormat::Bf16,
+            format,
+            source_format,
             notes,
         })
     }
@@ -183,7 +180,9 @@ impl ExpertStore {
         self.format
     }
 
-    /// The format in which the store was opened: BF16 for a checkpoint, a packed store's own.
+    /// The format that fits best what was opened: a packed store's own; for a checkpoint BF16, or, where its experts
+    /// are quantised, the least that holds them well. [`Self::format`] differs from it where getting there is more than
+    /// copying: convert once, with [`Self::into_format_with`].
     pub fn source_format(&self) -> ExpertFormat {
         self.source_format
     }
@@ -194,6 +193,14 @@ impl ExpertStore {
             Origin::Checkpoint(source) => source.clone(),
             Origin::Packed(source) => source.clone(),
             Origin::Records(source, _) => source.clone(),
+        }
+    }
+
+    /// Whether the records are made from quantised weights.
+    pub(super) fn is_quantised(&self) -> bool {
+        match &self.origin {
+            Origin::Checkpoint(source) => source.matrices().any(|part| matches!(part, Part::Coded(_))),
+            Origin::Packed(_) | Origin::Records(..) => false,
         }
     }
 
@@ -237,4 +244,44 @@ impl std::fmt::Debug for ExpertStore {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str(&self.describe())
     }
+}
+
+/// The format that fits the experts of a checkpoint best, and the names of their encodings (none when they are plain).
+///
+/// What a format holds without loss has that format. Four bits with scales (GPTQ, AWQ, compressed-tensors) become INT4
+/// with a group that falls into theirs: without loss where they have no zero points and their scales are f16 numbers. FP8
+/// becomes BF16, since eight bits of another kind would lose some. GGUF's other types become INT4 up to five bits a
+/// weight on average, else INT8.
+fn source_format(source: &CheckpointSource) -> (ExpertFormat, String) {
+    let mut names = BTreeSet::new();
+    let (mut group, mut only_int4, mut matrices, mut bits) = (0, true, 0u64, 0.0);
+    for part in source.matrices() {
+        let Part::Coded(coded) = part else {
+            only_int4 = false;
+            (matrices, bits) = (matrices + 1, bits + 16.0);
+            continue;
+        };
+        names.insert(coded.name());
+        match coded.int4_group() {
+            Some(of) => group = gcd(group, of),
+            None => only_int4 = false,
+        }
+        (matrices, bits) = (matrices + 1, bits + coded.bits());
+    }
+    let encodings = names.into_iter().collect::<Vec<_>>().join(", ");
+    let bits = bits / matrices.max(1) as f64;
+    let format = match source.format() {
+        ExpertFormat::Bf16 if only_int4 && matrices > 0 => {
+            let group = [128, 64].into_iter().find(|g| group.is_multiple_of(*g)).unwrap_or(32);
+            ExpertFormat::Int4 { group }
+        }
+        ExpertFormat::Bf16 if bits <= 5.0 => ExpertFormat::Int4 { group: 32 },
+        ExpertFormat::Bf16 if bits < 9.0 && !encodings.contains("FP8") => ExpertFormat::Int8 { group: 32 },
+        kept => kept,
+    };
+    (format, encodings)
+}
+
+fn gcd(a: usize, b: usize) -> usize {
+    if b == 0 { a } else { gcd(b, a % b) }
 }

@@ -5,16 +5,16 @@ use std::sync::Arc;
 use half::f16;
 use safetensors::Dtype;
 
-use super::checkpoint::{Checkpoint, Region};
+use super::checkpoint::{Checkpoint, Encoding, Region};
 use super::fingerprint::Fingerprint;
-use super::mxfp4::Mxfp4;
 use super::naming::Naming;
+use super::quant::Coded;
 use super::survey::Survey;
 use super::{Directory, RecordIndex, RecordSource, check_record_len};
 use crate::error::{Error, Result};
 use crate::expert::{ExpertId, ExpertLayout, ExpertSpec, MatrixLayout};
 use crate::format::ExpertFormat;
-use crate::format::record::{ExpertBiases, ExpertWeights, Weights, pack_expert};
+use crate::format::record::{ExpertBiases, Weights, check_record, pack_biases, pack_weights, unpack_row};
 
 /// Element types that experts are read from.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -34,11 +34,28 @@ impl FloatType {
         }
     }
 
+    pub(super) fn of_encoding(encoding: Encoding) -> Option<Self> {
+        match encoding {
+            Encoding::Plain(dtype) => Self::of(dtype),
+            Encoding::Ggml(_) => None,
+        }
+    }
+
     pub(super) fn bytes(self) -> usize {
         match self {
             Self::Bf16 | Self::F16 => 2,
             Self::F32 => 4,
         }
+    }
+}
+
+impl std::fmt::Display for FloatType {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Self::Bf16 => "BF16",
+            Self::F16 => "F16",
+            Self::F32 => "F32",
+        })
     }
 }
 
@@ -150,26 +167,93 @@ impl Strided {
     }
 }
 
+/// What packing lost, over the weights that were not kept exactly by design.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub(super) struct Loss {
+    /// Sum of squared differences.
+    pub(super) error: f64,
+    /// Sum of squares of the weights.
+    pub(super) norm: f64,
+}
+
+impl std::ops::AddAssign for Loss {
+    fn add_assign(&mut self, other: Self) {
+        self.error += other.error;
+        self.norm += other.norm;
+    }
+}
+
+impl Loss {
+    /// Compares a packed matrix with what it was packed from.
+    fn of(format: ExpertFormat, m: &MatrixLayout, record: &[u8], values: &[f32]) -> Self {
+        let mut loss = Self::default();
+        let mut decoded = vec![0.0; m.cols];
+        for (row, values) in values.chunks(m.cols).enumerate() {
+            unpack_row(format, m, record, row, &mut decoded);
+            // A row in F32: its sums have few terms.
+            let (error, norm) = values
+                .iter()
+                .zip(&decoded)
+                .fold((0.0f32, 0.0f32), |(error, norm), (v, d)| (error + (v - d) * (v - d), norm + v * v));
+            loss += Self { error: error.into(), norm: norm.into() };
+        }
+        loss
+    }
+
+    /// Root mean square of the differences, relative to that of the weights.
+    pub(super) fn relative(&self) -> f64 {
+        if self.norm == 0.0 { 0.0 } else { (self.error / self.norm).sqrt() }
+    }
+}
+
 /// Where a matrix is, and how it is encoded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Part {
     Plain(Strided),
-    Mxfp4(Mxfp4),
+    Coded(Coded),
 }
 
 impl Part {
-    fn weights<'a>(
+    /// Packs the matrix into its place in a zeroed record. What is lost of quantised weights is measured when asked for.
+    fn pack(
         &self,
-        checkpoint: &'a Checkpoint,
-        shape: [usize; 2],
-        scratch: &'a mut Vec<f32>,
-    ) -> Weights<'a> {
-        match self {
-            Self::Plain(matrix) => matrix.weights(checkpoint, shape, scratch),
-            Self::Mxfp4(matrix) => {
-                matrix.values(checkpoint, shape, scratch);
-                Weights::F32(scratch)
+        checkpoint: &Checkpoint,
+        (name, format, m): (&'static str, ExpertFormat, &MatrixLayout),
+        measure: bool,
+        scratch: &mut Vec<f32>,
+        record: &mut [u8],
+    ) -> Result<Loss> {
+        let shape = [m.rows, m.cols];
+        let coded = match self {
+            Self::Plain(matrix) => {
+                let weights = matrix.weights(checkpoint, shape, scratch);
+                pack_weights(name, format, m, &weights, record)?;
+                return Ok(Loss::default());
             }
+            Self::Coded(coded) => coded,
+        };
+        if self.kept_by() == Some(format) {
+            let copied = match coded {
+                Coded::Mxfp4(matrix) => matrix.copy(checkpoint, name, m, record).map(|()| true)?,
+                Coded::Ggml(matrix) => matrix.copy(checkpoint, name, m, record)?,
+                _ => false,
+            };
+            if copied {
+                return Ok(Loss::default());
+            }
+        }
+        coded.values(checkpoint, shape, scratch)?;
+        pack_weights(name, format, m, &Weights::F32(scratch), record)?;
+        Ok(if measure { Loss::of(format, m, record, scratch) } else { Loss::default() })
+    }
+
+    /// The format whose records hold the very numbers of the source, to be copied.
+    pub(super) fn kept_by(&self) -> Option<ExpertFormat> {
+        match self {
+            Self::Plain(_) => None,
+            Self::Coded(Coded::Mxfp4(_)) => Some(ExpertFormat::Mxfp4),
+            Self::Coded(Coded::Ggml(matrix)) => matrix.kept_by(),
+            Self::Coded(_) => None,
         }
     }
 
@@ -177,7 +261,7 @@ impl Part {
     fn start(&self) -> (usize, usize) {
         match self {
             Self::Plain(matrix) => (matrix.shard, matrix.start),
-            Self::Mxfp4(matrix) => (matrix.blocks.shard, matrix.blocks.start),
+            Self::Coded(matrix) => matrix.start(),
         }
     }
 }
@@ -192,13 +276,21 @@ pub(super) struct ExpertParts {
     pub(super) bias: Option<[Strided; 3]>,
 }
 
-/// BF16 records gathered from a checkpoint's mapped shards at every read: no second copy of the model is kept.
+impl ExpertParts {
+    pub(super) fn matrices(&self) -> [&Part; 3] {
+        [&self.gate, &self.up, &self.down]
+    }
+}
+
+/// Records gathered from a checkpoint's mapped shards at every read: no second copy of the model is kept.
 ///
-/// BF16 checkpoints are copied bit for bit, MXFP4 is expanded exactly; F16 and F32 are rounded to BF16, nearest even.
+/// They are BF16, or, where every expert is in an encoding that a format keeps as it is, of that format. BF16
+/// checkpoints are copied bit for bit; F16, F32 and quantised weights are rounded to BF16, nearest even.
 pub(super) struct CheckpointSource {
     checkpoint: Arc<Checkpoint>,
     directory: Directory,
     specs: Vec<ExpertSpec>,
+    format: ExpertFormat,
     layouts: Vec<ExpertLayout>,
     experts: Vec<ExpertParts>,
     /// What of the naming decides the records: the layout of stacked tensors, and which layers count.
@@ -208,10 +300,10 @@ pub(super) struct CheckpointSource {
 impl CheckpointSource {
     pub(super) fn new(checkpoint: Arc<Checkpoint>, survey: Survey, naming: &Naming) -> Result<Self> {
         let layers: Vec<usize> = survey.layers.iter().map(|l| l.layer).collect();
-        let recipe = format!("{:?} {layers:?}", naming.stacked_layout());
+        let recipe = format!("{:?} {:?} {layers:?}", naming.stacked_layout(), naming.quantisation());
         let specs: Vec<ExpertSpec> = survey.layers.iter().map(|l| l.spec).collect();
-        let layouts: Vec<ExpertLayout> =
-            specs.iter().map(|s| ExpertLayout::new(s, ExpertFormat::Bf16)).collect();
+        let format = survey.kept_by().unwrap_or(ExpertFormat::Bf16);
+        let layouts: Vec<ExpertLayout> = specs.iter().map(|s| ExpertLayout::new(s, format)).collect();
         let directory = Directory::new(
             survey
                 .layers
@@ -220,11 +312,21 @@ impl CheckpointSource {
                 .map(|(l, layout)| (l.layer, l.experts.len(), layout.record_bytes)),
         )?;
         let experts = survey.layers.into_iter().flat_map(|l| l.experts).collect();
-        Ok(Self { checkpoint, directory, specs, layouts, experts, recipe })
+        Ok(Self { checkpoint, directory, specs, format, layouts, experts, recipe })
     }
 
     pub(super) fn specs(&self) -> &[ExpertSpec] {
         &self.specs
+    }
+
+    /// The format of the records that are read.
+    pub(super) fn format(&self) -> ExpertFormat {
+        self.format
+    }
+
+    /// Every matrix of every expert.
+    pub(super) fn matrices(&self) -> impl Iterator<Item = &Part> {
+        self.experts.iter().flat_map(ExpertParts::matrices)
     }
 
     /// Identifies the records' content.
@@ -232,22 +334,46 @@ impl CheckpointSource {
         Fingerprint::of(self.checkpoint.shards()).with(self.recipe.as_bytes())
     }
 
-    /// Packs a record in any format straight from the checkpoint's own precision.
-    pub(super) fn pack(&self, record: RecordIndex, layout: &ExpertLayout, out: &mut [u8]) -> Result<()> {
-        let (parts, checkpoint) = (&self.experts[record.0 as usize], &*self.checkpoint);
-        let [mut a, mut b, mut c, mut d, mut e, mut f] = [const { Vec::new() }; 6];
+    /// Packs a record in any format straight from the checkpoint's own precision. Returns what was lost of quantised
+    /// weights, where that is asked for.
+    pub(super) fn pack(
+        &self,
+        record: RecordIndex,
+        layout: &ExpertLayout,
+        measure: bool,
+        scratch: &mut Vec<f32>,
+        out: &mut [u8],
+    ) -> Result<Loss> {
+        check_record(layout, out.len())?;
+        let parts = &self.experts[record.0 as usize];
+        let packed = self.pack_parts(parts, layout, measure, scratch, out);
+        packed.map_err(|e| self.name_part(self.directory.id(record), parts, e))
+    }
+
+    fn pack_parts(
+        &self,
+        parts: &ExpertParts,
+        layout: &ExpertLayout,
+        measure: bool,
+        scratch: &mut Vec<f32>,
+        out: &mut [u8],
+    ) -> Result<Loss> {
+        out.fill(0);
+        let checkpoint = &*self.checkpoint;
+        let mut loss = Loss::default();
+        let matrices = [("gate", &layout.gate), ("up", &layout.up), ("down", &layout.down)];
+        for (part, (name, m)) in parts.matrices().into_iter().zip(matrices) {
+            loss += part.pack(checkpoint, (name, layout.format, m), measure, scratch, out)?;
+        }
+        let [mut a, mut b, mut c] = [const { Vec::new() }; 3];
         let (wide, narrow) = (layout.down.rows, layout.gate.rows);
-        let weights = ExpertWeights {
-            gate: parts.gate.weights(checkpoint, [narrow, wide], &mut a),
-            up: parts.up.weights(checkpoint, [narrow, wide], &mut b),
-            down: parts.down.weights(checkpoint, [wide, narrow], &mut c),
-            bias: parts.bias.as_ref().map(|[gate, up, down]| ExpertBiases {
-                gate: gate.weights(checkpoint, [1, narrow], &mut d),
-                up: up.weights(checkpoint, [1, narrow], &mut e),
-                down: down.weights(checkpoint, [1, wide], &mut f),
-            }),
-        };
-        pack_expert(layout, &weights, out).map_err(|e| self.name_part(self.directory.id(record), parts, e))
+        let bias = parts.bias.as_ref().map(|[gate, up, down]| ExpertBiases {
+            gate: gate.weights(checkpoint, [1, narrow], &mut a),
+            up: up.weights(checkpoint, [1, narrow], &mut b),
+            down: down.weights(checkpoint, [1, wide], &mut c),
+        });
+        pack_biases(layout, bias.as_ref(), out)?;
+        Ok(loss)
     }
 
     /// Names the tensor that a packing error is about.
@@ -282,10 +408,10 @@ impl RecordSource for CheckpointSource {
         let (Part::Plain(gate), Part::Plain(up), Part::Plain(down), None) =
             (parts.gate, parts.up, parts.down, parts.bias)
         else {
-            return self.pack(record, layout, out);
+            return self.pack(record, layout, false, &mut Vec::new(), out).map(drop);
         };
         if [gate, up, down].iter().any(|p| p.float != FloatType::Bf16) {
-            return self.pack(record, layout, out);
+            return self.pack(record, layout, false, &mut Vec::new(), out).map(drop);
         }
         gate.copy_bf16(&self.checkpoint, &layout.gate, out);
         up.copy_bf16(&self.checkpoint, &layout.up, out);

@@ -6,13 +6,14 @@ mod directory;
 mod experts;
 mod fingerprint;
 mod gather;
+mod gguf;
 mod memory;
-mod mxfp4;
 mod naming;
 mod packed;
 #[cfg(test)]
 mod packed_tests;
 mod packed_writer;
+mod quant;
 mod shard;
 mod survey;
 #[cfg(test)]
@@ -20,14 +21,16 @@ mod testing;
 #[cfg(test)]
 mod tests;
 
-pub use checkpoint::{Checkpoint, TensorView};
+pub use checkpoint::{Checkpoint, Encoding, TensorView};
 pub use convert::ConvertOptions;
 pub use directory::{Directory, LayerEntry, RecordIndex};
 pub use experts::ExpertStore;
+pub use gguf::{ARCHITECTURES, Ggml, GgmlType, Gguf, GgufValue};
 pub use memory::MemorySource;
 pub use naming::{ExpertTensor, Matrix, Naming, StackedLayout, TensorKind, TensorRole};
 pub use packed::{PackedFile, PackedInfo, PackedLayer};
 pub use packed_writer::PackedWriter;
+pub use quant::{Quantisation, QuantisedMatrix};
 /// Element type of a checkpoint's tensor.
 pub use safetensors::Dtype;
 

@@ -3,6 +3,7 @@
 //! Names are those of Hugging Face checkpoints. Only routed experts become records; shared experts, their gates,
 //! routers and the routers' biases are dense.
 
+use super::Quantisation;
 use crate::error::{Error, Result};
 
 /// One of an expert's matrices.
@@ -42,7 +43,31 @@ pub enum TensorKind {
     Mxfp4Blocks,
     /// The exponents of those, `[E, out, in / 32]`.
     Mxfp4Scales,
+    /// Its weights in four bits (GPTQ, AWQ, compressed-tensors).
+    Code,
+    /// What goes with its weights where it is quantised: scales, zero points, shapes.
+    Companion,
 }
+
+/// Names of weights in four bits.
+const CODES: [&str; 2] = ["qweight", "weight_packed"];
+/// What lies beside quantised weights, whether it is read or not (scales of activations are not).
+const COMPANIONS: [&str; 14] = [
+    "weight_scale_inv",
+    "weight_scale",
+    "weight_scale_2",
+    "weight_global_scale",
+    "weight_shape",
+    "weight_zero_point",
+    "weight_g_idx",
+    "qzeros",
+    "scales",
+    "g_idx",
+    "input_scale",
+    "input_global_scale",
+    "input_zero_point",
+    "activation_scale",
+];
 
 /// What a tensor is for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -138,11 +163,17 @@ pub struct Naming {
     templates: Vec<&'static Template>,
     stacked: Option<StackedLayout>,
     layers: Option<usize>,
+    quantisation: Quantisation,
 }
 
 impl Naming {
     fn of(templates: impl IntoIterator<Item = &'static Template>) -> Self {
-        Self { templates: templates.into_iter().collect(), stacked: None, layers: None }
+        Self {
+            templates: templates.into_iter().collect(),
+            stacked: None,
+            layers: None,
+            quantisation: Quantisation::default(),
+        }
     }
 
     /// Every naming that is known. Stacked tensors are taken as [`StackedLayout::Normal`] or
@@ -190,6 +221,18 @@ impl Naming {
         self
     }
 
+    /// Declares how quantised tensors are to be read.
+    #[must_use]
+    pub fn with_quantisation(mut self, quantisation: Quantisation) -> Self {
+        self.quantisation = quantisation;
+        self
+    }
+
+    /// How quantised tensors are to be read.
+    pub fn quantisation(&self) -> &Quantisation {
+        &self.quantisation
+    }
+
     /// The declared layout of stacked tensors.
     pub fn stacked_layout(&self) -> Option<StackedLayout> {
         self.stacked
@@ -199,7 +242,7 @@ impl Naming {
     ///
     /// # Errors
     /// [`Error::UnknownExpertTensor`] for a name that looks like part of a routed expert but is none that this
-    /// naming knows, such as the scales of a quantised checkpoint.
+    /// naming knows, such as parts of an encoding that is not supported.
     pub fn classify(&self, name: &str) -> Result<TensorRole> {
         let parts: Vec<&str> = name.split('.').collect();
         let layer_at = parts.windows(2).position(|w| w[0] == "layers" && number(w[1]).is_some());
@@ -240,8 +283,9 @@ impl Naming {
     fn known(&self) -> String {
         let list: Vec<String> = self.templates.iter().map(|t| t.pattern()).collect();
         format!(
-            "layers.N. followed by {}, in BF16, F16 or F32, or gate_up_proj_blocks and the like in MXFP4",
-            list.join(" or ")
+            "layers.N. followed by {}, in BF16, F16 or F32, or quantised: {}",
+            list.join(" or "),
+            Quantisation::KNOWN
         )
     }
 }
@@ -257,6 +301,8 @@ impl Template {
                 let kind = match kind {
                     "weight" => TensorKind::Weight,
                     "bias" => TensorKind::Bias,
+                    code if CODES.contains(&code) => TensorKind::Code,
+                    companion if COMPANIONS.contains(&companion) => TensorKind::Companion,
                     _ => return None,
                 };
                 Some(ExpertTensor { layer, expert: Some(number(expert)?), matrix, kind })
@@ -290,7 +336,10 @@ impl Template {
                 let kind = match kind {
                     TensorKind::Weight => "weight",
                     TensorKind::Bias => "bias",
-                    TensorKind::Mxfp4Blocks | TensorKind::Mxfp4Scales => return None,
+                    TensorKind::Mxfp4Blocks
+                    | TensorKind::Mxfp4Scales
+                    | TensorKind::Code
+                    | TensorKind::Companion => return None,
                 };
                 format!("{folder}.{}.{projection}.{kind}", expert?)
             }
@@ -305,6 +354,7 @@ impl Template {
                     TensorKind::Bias => (*bias)?,
                     TensorKind::Mxfp4Blocks => "_blocks",
                     TensorKind::Mxfp4Scales => "_scales",
+                    TensorKind::Code | TensorKind::Companion => return None,
                 };
                 format!("{folder}.{stem}{kind}")
             }
@@ -379,6 +429,18 @@ mod tests {
         ] {
             assert_eq!(auto.classify(name).unwrap(), role, "{name}");
         }
+        for (part, expected) in [
+            ("qweight", TensorKind::Code),
+            ("weight_packed", TensorKind::Code),
+            ("weight_scale_inv", TensorKind::Companion),
+            ("g_idx", TensorKind::Companion),
+        ] {
+            let role = auto.classify(&format!("model.layers.3.mlp.experts.3.gate_proj.{part}")).unwrap();
+            assert!(
+                matches!(role, TensorRole::Expert(ExpertTensor { kind, matrix: Matrix::Gate, .. }) if kind == expected),
+                "{part}: {role:?}"
+            );
+        }
         let bias = Naming::gpt_oss().classify("model.layers.1.mlp.experts.gate_up_proj_bias").unwrap();
         assert!(matches!(
             bias,
@@ -421,8 +483,8 @@ mod tests {
     fn what_looks_like_an_expert_and_is_not_known_is_an_error_that_names_it() {
         for name in [
             "model.layers.3.mlp.experts.3.foo_proj.weight",
-            "model.layers.3.mlp.experts.3.gate_proj.weight_scale_inv",
-            "model.layers.3.mlp.experts.3.gate_proj.qweight",
+            "model.layers.3.mlp.experts.3.gate_proj.weight_codebook",
+            "model.layers.3.mlp.experts.3.gate_proj.weight.absmax",
             "model.layers.3.mlp.experts.3.gate_proj",
             "model.layers.3.mlp.experts.03.gate_proj.weight",
             "model.layers.3.mlp.experts.+3.gate_proj.weight",

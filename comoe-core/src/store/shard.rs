@@ -1,4 +1,4 @@
-//! One mapped safetensors file: its header checked against its length before anything is believed.
+//! One mapped file; of a safetensors file, its header checked against its length before anything is believed.
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -26,7 +26,7 @@ pub(super) struct ShardTensor {
     pub(super) range: Range<usize>,
 }
 
-/// A mapped safetensors file.
+/// A mapped file, and its tensors if it is a safetensors file.
 #[derive(Debug)]
 pub(super) struct Shard {
     path: PathBuf,
@@ -40,6 +40,24 @@ pub(super) struct Shard {
 impl Shard {
     /// Maps `path` and checks its header.
     pub(super) fn open(path: &Path) -> Result<Self> {
+        let mut this = Self::map(path)?;
+        let (data_start, header) = read_header(path, &this.map)?;
+        this.data_start = data_start;
+        this.tensors = header
+            .tensors()
+            .into_iter()
+            .map(|(name, info)| {
+                let (start, end) = info.data_offsets;
+                let range = data_start + start..data_start + end;
+                (name, ShardTensor { dtype: info.dtype, shape: info.shape.clone(), range })
+            })
+            .collect();
+        this.metadata = header.metadata().clone().unwrap_or_default();
+        Ok(this)
+    }
+
+    /// Maps `path`, a file of any kind.
+    pub(super) fn map(path: &Path) -> Result<Self> {
         let io = |e| Error::io(path, e);
         // Asked before opening: opening a pipe would wait for its writer.
         if !std::fs::metadata(path).map_err(io)?.is_file() {
@@ -51,18 +69,19 @@ impl Shard {
         // unchanged while it is open (documented at `Checkpoint`); CoMoE itself never writes to a file in place,
         // it renames finished files over old ones.
         let map = unsafe { Mmap::map(&file) }.map_err(io)?;
-        let (data_start, header) = read_header(path, &map)?;
-        let tensors = header
-            .tensors()
-            .into_iter()
-            .map(|(name, info)| {
-                let (start, end) = info.data_offsets;
-                let range = data_start + start..data_start + end;
-                (name, ShardTensor { dtype: info.dtype, shape: info.shape.clone(), range })
-            })
-            .collect();
-        let metadata = header.metadata().clone().unwrap_or_default();
-        Ok(Self { path: path.to_owned(), map, data_start, modified, metadata, tensors })
+        Ok(Self {
+            path: path.to_owned(),
+            map,
+            data_start: 0,
+            modified,
+            metadata: HashMap::new(),
+            tensors: HashMap::new(),
+        })
+    }
+
+    /// Says where the header ends, of a file whose header was read by another.
+    pub(super) fn set_data_start(&mut self, at: usize) {
+        self.data_start = at;
     }
 
     pub(super) fn path(&self) -> &Path {

@@ -4,12 +4,14 @@ use std::collections::BTreeMap;
 
 use safetensors::Dtype;
 
-use super::checkpoint::Checkpoint;
+use super::checkpoint::{Checkpoint, Encoding};
 use super::gather::{ExpertParts, FloatType, Part, Strided};
-use super::mxfp4::{BLOCK, BLOCK_BYTES, Mxfp4};
 use super::naming::{ExpertTensor, Matrix, Naming, StackedLayout, TensorKind, TensorRole};
+use super::quant::{BLOCK_BYTES, Coded, Mxfp4, QuantisedMatrix};
 use crate::error::{Error, Result};
 use crate::expert::ExpertSpec;
+use crate::format::ExpertFormat;
+use crate::format::mxfp4::BLOCK;
 
 /// Above every published model by three orders of magnitude; keeps size arithmetic away from overflow.
 pub(super) const MAX_DIM: usize = 1 << 24;
@@ -27,10 +29,19 @@ pub(super) struct LayerSurvey {
 /// All experts of a checkpoint.
 #[derive(Debug)]
 pub(super) struct Survey {
-    /// Of weights that are not MXFP4.
-    pub(super) float: FloatType,
-    pub(super) mxfp4: bool,
+    /// Of weights that are not quantised, where there are such.
+    pub(super) float: Option<FloatType>,
     pub(super) layers: Vec<LayerSurvey>,
+}
+
+impl Survey {
+    /// The format whose records hold the very numbers of every expert.
+    pub(super) fn kept_by(&self) -> Option<ExpertFormat> {
+        let matrices = self.layers.iter().flat_map(|l| &l.experts).flat_map(ExpertParts::matrices);
+        let mut kept = matrices.map(Part::kept_by);
+        let first = kept.next()??;
+        kept.all(|other| other == Some(first)).then_some(first)
+    }
 }
 
 /// Tensor names by matrix.
@@ -41,6 +52,8 @@ struct Named<'a> {
     /// MXFP4 weights and their exponents.
     blocks: BTreeMap<Matrix, &'a str>,
     scales: BTreeMap<Matrix, &'a str>,
+    /// Weights in four bits.
+    codes: BTreeMap<Matrix, &'a str>,
 }
 
 /// Tensor names of one layer.
@@ -71,6 +84,8 @@ pub(super) fn survey(checkpoint: &Checkpoint, naming: &Naming) -> Result<Survey>
             TensorKind::Bias => &mut named.biases,
             TensorKind::Mxfp4Blocks => &mut named.blocks,
             TensorKind::Mxfp4Scales => &mut named.scales,
+            TensorKind::Code => &mut named.codes,
+            TensorKind::Companion => continue,
         };
         if let Some(first) = table.insert(matrix, name) {
             return Err(Error::bad_tensor(
@@ -79,25 +94,17 @@ pub(super) fn survey(checkpoint: &Checkpoint, naming: &Naming) -> Result<Survey>
             ));
         }
     }
-    let first = groups.values().flat_map(Group::names).next();
-    let Some(first) = first else {
+    if groups.is_empty() {
         return Err(Error::NoExperts { what: checkpoint.describe().to_owned() });
-    };
-    let mxfp4 = groups.values().flat_map(|g| &g.stacked).any(|named| !named.blocks.is_empty());
-    let dtype = checkpoint.tensor(first)?.dtype;
-    let Some(float) = FloatType::of(dtype).or(mxfp4.then_some(FloatType::Bf16)) else {
-        return Err(Error::bad_tensor(
-            first,
-            format!(
-                "has dtype {dtype}; experts are read from BF16, F16 or F32: use an unquantised checkpoint"
-            ),
-        ));
-    };
-    let reader = Reader { checkpoint, naming, float, first };
+    }
+    let weights = groups.values().flat_map(Group::weights);
+    let first =
+        weights.filter_map(|name| Some((FloatType::of_encoding(checkpoint.encoding(name)?)?, name))).next();
+    let reader = Reader { checkpoint, naming, first };
     let layers =
         groups.iter().map(|(layer, group)| reader.layer(*layer, group)).collect::<Result<Vec<_>>>()?;
     same_in_all_layers(&layers, &groups)?;
-    Ok(Survey { float, mxfp4, layers })
+    Ok(Survey { float: first.map(|(float, _)| float), layers })
 }
 
 /// A layer that differs from the first lacks tensors, or is of another model.
@@ -133,7 +140,8 @@ fn same_in_all_layers(layers: &[LayerSurvey], groups: &BTreeMap<usize, Group<'_>
 impl<'a> Named<'a> {
     fn all(&self) -> impl DoubleEndedIterator<Item = &'a str> {
         let weights = self.weights.values().chain(self.biases.values());
-        weights.chain(self.blocks.values()).chain(self.scales.values()).copied()
+        let quantised = self.codes.values().chain(self.blocks.values()).chain(self.scales.values());
+        weights.chain(quantised).copied()
     }
 }
 
@@ -141,14 +149,17 @@ impl<'a> Group<'a> {
     fn names(&self) -> impl DoubleEndedIterator<Item = &'a str> {
         self.per_expert.values().chain(&self.stacked).flat_map(Named::all)
     }
+
+    fn weights(&self) -> impl Iterator<Item = &'a str> {
+        self.per_expert.values().chain(&self.stacked).flat_map(|named| named.weights.values().copied())
+    }
 }
 
 struct Reader<'a> {
     checkpoint: &'a Checkpoint,
     naming: &'a Naming,
-    float: FloatType,
-    /// The tensor whose type every expert must have.
-    first: &'a str,
+    /// The tensor whose type every expert that is not quantised must have.
+    first: Option<(FloatType, &'a str)>,
 }
 
 impl Reader<'_> {
@@ -180,12 +191,22 @@ impl Reader<'_> {
                 let seen = named.all().next().unwrap_or_default();
                 return Err(self.missing(seen, Some(expected), Matrix::Gate, TensorKind::Weight));
             }
-            let weight = |m| self.need(named, &named.weights, Some(expected), m, TensorKind::Weight);
+            let weight = |m| match (named.weights.get(&m), named.codes.get(&m)) {
+                (Some(name), Some(other)) => Err(Error::bad_tensor(
+                    *name,
+                    format!("holds the same as {other:?}; only one may be there"),
+                )),
+                (None, Some(name)) => Ok(*name),
+                _ => self.need(named, &named.weights, Some(expected), m, TensorKind::Weight),
+            };
             let (gate, up, down) = (weight(Matrix::Gate)?, weight(Matrix::Up)?, weight(Matrix::Down)?);
             let spec = match spec {
                 Some(spec) => spec,
                 None => {
-                    let [intermediate, hidden] = *self.dims(gate)?;
+                    let [intermediate, hidden] = match self.quantised(gate)? {
+                        Some(matrix) => matrix.shape,
+                        None => *self.dims(gate)?,
+                    };
                     let bias = !named.biases.is_empty();
                     *spec.insert(ExpertSpec { bias, ..ExpertSpec::swiglu(hidden, intermediate) })
                 }
@@ -204,9 +225,9 @@ impl Reader<'_> {
                 None
             };
             parts.push(ExpertParts {
-                gate: Part::Plain(self.matrix(gate, [i, h])?),
-                up: Part::Plain(self.matrix(up, [i, h])?),
-                down: Part::Plain(self.matrix(down, [h, i])?),
+                gate: self.part(gate, [i, h])?,
+                up: self.part(up, [i, h])?,
+                down: self.part(down, [h, i])?,
                 bias,
             });
         }
@@ -264,14 +285,14 @@ impl Reader<'_> {
                 ),
             ));
         }
-        self.check_type(gate_up)?;
+        let float = self.check_type(gate_up)?;
         self.check_type(down)?;
         let bias = self.stacked_biases(named, experts, [hidden, intermediate], layout.is_interleaved())?;
         let spec = ExpertSpec { bias: bias.is_some(), ..ExpertSpec::swiglu(hidden, intermediate) };
         let (wide, narrow) = (self.checkpoint.region(gate_up)?, self.checkpoint.region(down)?);
         let parts = (0..experts).map(|e| {
-            let gate_up = Strided::rows_of(self.float, wide, e * 2 * intermediate * hidden, hidden);
-            let down = Strided::rows_of(self.float, narrow, e * hidden * intermediate, intermediate);
+            let gate_up = Strided::rows_of(float, wide, e * 2 * intermediate * hidden, hidden);
+            let down = Strided::rows_of(float, narrow, e * hidden * intermediate, intermediate);
             let (gate, up) = match layout {
                 StackedLayout::Normal => (gate_up, gate_up.skip(intermediate * hidden)),
                 StackedLayout::Interleaved => {
@@ -359,8 +380,8 @@ impl Reader<'_> {
                 (scales(matrix)?, &[experts, rows, groups]),
             ] {
                 self.check_shape(name, shape)?;
-                let found = self.checkpoint.tensor(name)?.dtype;
-                if found != Dtype::U8 {
+                let found = self.checkpoint.tensor(name)?.encoding;
+                if found != Encoding::Plain(Dtype::U8) {
                     return Err(Error::bad_tensor(
                         name,
                         format!("expected dtype U8 of MXFP4, found {found}"),
@@ -375,7 +396,7 @@ impl Reader<'_> {
             |m| Ok::<_, Error>((self.checkpoint.region(blocks(m)?)?, self.checkpoint.region(scales(m)?)?));
         let (wide, narrow) = (region(Matrix::GateUp)?, region(Matrix::Down)?);
         let rows = |(blocks, scales), first_row, row_step| {
-            Part::Mxfp4(Mxfp4 { blocks, scales, first_row, row_step })
+            Part::Coded(Coded::Mxfp4(Mxfp4 { blocks, scales, first_row, row_step }))
         };
         let parts = (0..experts).map(|e| {
             let first = e * both;
@@ -425,42 +446,59 @@ impl Reader<'_> {
         }
     }
 
-    fn matrix(&self, name: &str, expected: [usize; 2]) -> Result<Strided> {
-        self.check_shape(name, &expected)?;
-        self.check_type(name)?;
-        Ok(Strided::rows_of(self.float, self.checkpoint.region(name)?, 0, expected[1]))
+    /// The matrix whose weights are in the tensor `name`, unless they are plain floats.
+    fn quantised(&self, name: &str) -> Result<Option<QuantisedMatrix>> {
+        let stem = name.rsplit_once('.').map_or(name, |(stem, _)| stem);
+        QuantisedMatrix::find(self.checkpoint, stem, self.naming.quantisation())
+    }
+
+    fn part(&self, name: &str, expected: [usize; 2]) -> Result<Part> {
+        let Some(matrix) = self.quantised(name)? else {
+            self.check_shape(name, &expected)?;
+            let float = self.check_type(name)?;
+            return Ok(Part::Plain(Strided::rows_of(float, self.checkpoint.region(name)?, 0, expected[1])));
+        };
+        match matrix.shape == expected {
+            true => Ok(Part::Coded(matrix.coded)),
+            false => Err(self.wrong_shape(name, &expected, &matrix.shape)),
+        }
     }
 
     /// A bias; its type may differ from the weights'.
     fn vector(&self, name: &str, expected: &[usize]) -> Result<Strided> {
         self.check_shape(name, expected)?;
-        let dtype = self.checkpoint.tensor(name)?.dtype;
-        let float = FloatType::of(dtype).ok_or_else(|| {
-            Error::bad_tensor(name, format!("expected dtype BF16, F16 or F32, found {dtype}"))
+        let found = self.checkpoint.tensor(name)?.encoding;
+        let float = FloatType::of_encoding(found).ok_or_else(|| {
+            Error::bad_tensor(name, format!("expected dtype BF16, F16 or F32, found {found}"))
         })?;
         Ok(Strided::rows_of(float, self.checkpoint.region(name)?, 0, expected[expected.len() - 1]))
     }
 
     fn check_shape(&self, name: &str, expected: &[usize]) -> Result<()> {
         let found = self.checkpoint.tensor(name)?.shape;
-        if found == expected {
-            return Ok(());
-        }
-        Err(Error::bad_tensor(
-            name,
-            format!("expected shape {expected:?} as the other experts of its layer, found {found:?}"),
-        ))
+        if found == expected { Ok(()) } else { Err(self.wrong_shape(name, expected, found)) }
     }
 
-    fn check_type(&self, name: &str) -> Result<()> {
-        let found = self.checkpoint.tensor(name)?.dtype;
-        if FloatType::of(found) == Some(self.float) {
-            return Ok(());
+    fn wrong_shape(&self, name: &str, expected: &[usize], found: &[usize]) -> Error {
+        let reason =
+            format!("expected shape {expected:?} as the other experts of its layer, found {found:?}");
+        Error::bad_tensor(name, reason)
+    }
+
+    /// The type of a plain tensor, the same in all of them.
+    fn check_type(&self, name: &str) -> Result<FloatType> {
+        let found = self.checkpoint.tensor(name)?.encoding;
+        match (FloatType::of_encoding(found), self.first) {
+            (Some(float), Some((expected, _))) if float == expected => Ok(float),
+            (_, Some((expected, first))) => {
+                let reason = format!("expected dtype {expected} as {first:?} has it, found {found}");
+                Err(Error::bad_tensor(name, reason))
+            }
+            (_, None) => {
+                let reason =
+                    format!("has dtype {found}; stacked experts are read from BF16, F16, F32 or MXFP4");
+                Err(Error::bad_tensor(name, reason))
+            }
         }
-        let expected = self.checkpoint.tensor(self.first)?.dtype;
-        Err(Error::bad_tensor(
-            name,
-            format!("expected dtype {expected} as {:?} has it, found {found}", self.first),
-        ))
     }
 }

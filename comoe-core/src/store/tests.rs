@@ -2,7 +2,7 @@
 
 use super::testing::{LAYERS, Shards, Style, TinyMoe, all_records, bf16};
 use super::*;
-use crate::expert::{Activation, ExpertId, ExpertSpec, WeightOn};
+use crate::expert::{Activation, ExpertId, ExpertLayout, ExpertSpec, WeightOn};
 use crate::format::ExpertFormat;
 use crate::format::record::unpack_expert;
 
@@ -180,7 +180,8 @@ fn wrong_shapes_and_types_are_named_with_what_was_expected() {
         (Dtype::BF16, &[3, 5][..], ["[5, 3]", "[3, 5]"]),
         (Dtype::BF16, &[15], ["[5, 3]", "[15]"]),
         (Dtype::F32, &[5, 3], ["BF16", "F32"]),
-        (Dtype::F8_E4M3, &[5, 3], ["BF16", "F8_E4M3"]),
+        (Dtype::F8_E4M3, &[5, 3], ["FP8", "weight_scale_inv"]),
+        (Dtype::I16, &[5, 3], ["BF16", "I16"]),
     ] {
         let bytes = vec![0; shape.iter().product::<usize>() * dtype.bitsize() / 8];
         let text =
@@ -196,14 +197,19 @@ fn wrong_shapes_and_types_are_named_with_what_was_expected() {
     let text =
         error(&TinyMoe::new(Style::Qwen).shards().with("a.safetensors", first, Dtype::BF16, &[2], &[0; 4]));
     assert!(text.contains(first) && text.contains("expected 2 dimensions"), "{text}");
-    // Every expert in a type that is not read.
-    let mut fp8 = Shards::new();
-    for m in ["gate", "up", "down"] {
-        let name = format!("model.layers.0.mlp.experts.0.{m}_proj.weight");
-        fp8 = fp8.with("a.safetensors", &name, Dtype::F8_E4M3, &[2, 2], &[0; 4]);
+    // Every expert without its scales, and in a type that is not read.
+    for (dtype, expected) in [
+        (Dtype::F8_E4M3, "is FP8 and has neither weight_scale_inv nor weight_scale"),
+        (Dtype::F8_E5M2, "has dtype F8_E5M2; weights are read from BF16, F16, F32"),
+    ] {
+        let mut shards = Shards::new();
+        for m in ["gate", "up", "down"] {
+            let name = format!("model.layers.0.mlp.experts.0.{m}_proj.weight");
+            shards = shards.with("a.safetensors", &name, dtype, &[2, 2], &[0; 4]);
+        }
+        let text = error(&shards);
+        assert!(text.contains(expected), "{text}");
     }
-    let text = error(&fp8);
-    assert!(text.contains("F8_E4M3") && text.contains("BF16, F16 or F32"), "{text}");
 }
 
 #[test]
@@ -299,7 +305,7 @@ fn mxfp4() -> Shards {
 }
 
 #[test]
-fn mxfp4_is_expanded_exactly() {
+fn mxfp4_is_kept_and_expanded_exactly() {
     let code = |byte: usize, high: bool| {
         let code = if high { byte >> 4 } else { byte & 15 };
         let value = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0][code & 7];
@@ -312,8 +318,13 @@ fn mxfp4_is_expanded_exactly() {
         assert!(store.notes()[0].contains("MXFP4"), "{:?}", store.notes());
         let spec = ExpertSpec { bias: true, ..ExpertSpec::swiglu(32, 32) };
         assert_eq!(*store.spec(0), spec);
-        for (e, record) in all_records(&*store.source()).iter().enumerate() {
+        assert_eq!((store.format(), store.source_format()), (ExpertFormat::Mxfp4, ExpertFormat::Mxfp4));
+        let expanded = store.clone().into_format(ExpertFormat::Bf16).unwrap();
+        let expanded = all_records(&*expanded.source());
+        for (e, (record, bf16)) in all_records(&*store.source()).iter().zip(&expanded).enumerate() {
             let found = unpack_expert(store.layout(0), record).unwrap();
+            let layout = ExpertLayout::new(&spec, ExpertFormat::Bf16);
+            assert_eq!(unpack_expert(&layout, bf16).unwrap(), found);
             for r in 0..32 {
                 for c in 0..32 {
                     let value = |row: usize, span: usize, scale: usize| {
@@ -359,5 +370,7 @@ fn bad_mxfp4_is_refused_by_name() {
     .unwrap();
     let mut out = vec![0; store.directory().record_bytes(RecordIndex(0))];
     let text = store.source().read(RecordIndex(0), &mut out).unwrap_err().to_string();
+    assert!(text.contains("down_proj_blocks"), "{text}");
+    let text = store.into_format(ExpertFormat::Bf16).unwrap_err().to_string();
     assert!(text.contains("down_proj_blocks"), "{text}");
 }

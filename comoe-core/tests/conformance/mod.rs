@@ -240,7 +240,9 @@ pub(crate) fn all(device: &Device, make: Make<'_>) {
 
 pub(crate) fn agrees_with_the_f64_reference(device: &Device, make: Make<'_>) {
     for (i, spec) in specs().into_iter().enumerate() {
-        for format in [ExpertFormat::Bf16, ExpertFormat::INT8, ExpertFormat::Int4 { group: 32 }] {
+        for format in
+            [ExpertFormat::Bf16, ExpertFormat::INT8, ExpertFormat::Int4 { group: 32 }, ExpertFormat::Mxfp4]
+        {
             for (dtype, tolerance) in [(DType::F32, 2e-5), (DType::BF16, 8e-3), (DType::F16, 1e-3)] {
                 let experts = Experts::random(spec, format, 2, 6, 7 + i as u64);
                 let cache = cache(&experts, device, make, CacheOptions::default());
@@ -260,7 +262,7 @@ pub(crate) fn agrees_with_the_f64_reference(device: &Device, make: Make<'_>) {
 /// Every slot count, policy, scope, prefetch and trigger gives the resident run's bits, for sets that fit and sets that
 /// do not, and the counters add up.
 pub(crate) fn output_never_depends_on_the_pool(device: &Device, make: Make<'_>) {
-    for format in [ExpertFormat::Bf16, ExpertFormat::INT8, ExpertFormat::INT4] {
+    for format in [ExpertFormat::Bf16, ExpertFormat::INT8, ExpertFormat::INT4, ExpertFormat::Mxfp4] {
         let experts = Experts::random(ExpertSpec::swiglu(64, 48), format, 3, 8, 11);
         let mut calls = calls(&experts, device, DType::F32, 24, 3, 5);
         calls.extend(self::calls(&experts, device, DType::F32, 3, 40, 6));

@@ -141,8 +141,9 @@ impl Rng {
     }
 }
 
-pub(crate) const FORMATS: [ExpertFormat; 7] = [
+pub(crate) const FORMATS: [ExpertFormat; 8] = [
     ExpertFormat::Bf16,
+    ExpertFormat::Mxfp4,
     ExpertFormat::Int8 { group: 32 },
     ExpertFormat::Int8 { group: 64 },
     ExpertFormat::Int8 { group: 128 },

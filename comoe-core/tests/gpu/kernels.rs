@@ -168,6 +168,23 @@ fn with_scales(mut experts: Experts, scale: impl Fn(usize) -> f16) -> Experts {
     Experts::from_records(experts.spec, l, experts.records)
 }
 
+/// Replaces every exponent byte of MXFP4 records by what `exponent` makes of its running number.
+fn with_exponents(mut experts: Experts, exponent: impl Fn(usize) -> u8) -> Experts {
+    let l = experts.layout;
+    for record in &mut experts.records {
+        let mut n = 0;
+        for m in [l.gate, l.up, l.down] {
+            for row in 0..m.rows {
+                for g in 0..m.cols.div_ceil(32) {
+                    record[m.scales + row * m.scale_row_bytes + g] = exponent(n);
+                    n += 1;
+                }
+            }
+        }
+    }
+    Experts::from_records(experts.spec, l, experts.records)
+}
+
 #[test]
 #[ignore = "needs a CUDA device"]
 fn extreme_inputs_and_scales_are_exact_too() {
@@ -178,6 +195,8 @@ fn extreme_inputs_and_scales_are_exact_too() {
         let random = Experts::random(spec, format, 3, &mut rng);
         let experts = match format {
             ExpertFormat::Bf16 => random,
+            // The least power, zero's neighbours, and a large one side by side.
+            ExpertFormat::Mxfp4 => with_exponents(random, |n| [0, 1, 120, 127, 131][n % 5]),
             // Subnormal, negative, zero and large f16 scales side by side.
             _ => with_scales(random, |n| match n % 5 {
                 0 => f16::from_bits(1 + (n % 1000) as u16),
@@ -250,7 +269,7 @@ fn a_nan_stays_with_its_token() {
 fn weights_on_the_input_scale_x_first() {
     let gpu = gpu();
     let mut rng = Rng::new(6);
-    let formats = [ExpertFormat::Bf16, ExpertFormat::INT8, ExpertFormat::INT4];
+    let formats = [ExpertFormat::Bf16, ExpertFormat::INT8, ExpertFormat::INT4, ExpertFormat::Mxfp4];
     for (format, tokens) in formats.into_iter().flat_map(|f| [(f, 5), (f, 1)]) {
         let experts = Experts::random(ExpertSpec::swiglu(256, 128), format, 3, &mut rng);
         let (_records, places) = upload(&gpu, &experts);

@@ -136,6 +136,7 @@ fn time_one_layer_of_qwen3_30b() {
         ExpertFormat::Int4 { group: 32 },
         ExpertFormat::INT4,
         ExpertFormat::Int4 { group: 128 },
+        ExpertFormat::Mxfp4,
         ExpertFormat::Int8 { group: 32 },
         ExpertFormat::INT8,
         ExpertFormat::Bf16,

@@ -2,6 +2,7 @@
 
 mod conversation;
 mod detokenizer;
+mod gguf_tokenizer;
 mod json;
 mod python;
 mod stop;
@@ -12,6 +13,7 @@ mod tokenizer;
 
 pub use conversation::{Conversation, Reply};
 pub use detokenizer::Detokenizer;
+pub(crate) use gguf_tokenizer::gguf_tokenizer;
 pub use stop::StopStrings;
 pub use template::{ChatTemplate, Message, Role};
 pub use thinking::{Part, Thinking};

@@ -5,6 +5,8 @@ use std::path::{Path, PathBuf};
 use serde::de::DeserializeOwned;
 use serde_json::{Map, Value};
 
+use super::files::gguf_of;
+use super::gguf::GgufModel;
 use crate::error::{Error, Result};
 
 /// A field's usual name, and the spellings to look for, in order. A dot enters an object.
@@ -36,11 +38,14 @@ impl ConfigFile {
         Self::parse(path, &text)
     }
 
-    /// Reads `config.json` of a model folder.
+    /// Reads `config.json` of a model folder, or makes one of a GGUF file's metadata.
     ///
     /// # Errors
     /// As [`Self::read`]; says so when the folder itself is not there.
     pub fn of_model(folder: &Path) -> Result<Self> {
+        if let Some(file) = gguf_of(folder) {
+            return GgufModel::open(&file)?.config();
+        }
         if !folder.is_dir() {
             let reason = "no such folder; give the folder of a model, with config.json, tokenizer.json and \
                           .safetensors files";
@@ -59,6 +64,11 @@ impl ConfigFile {
             Ok(_) => Err(Error::bad_file(path, "expected a JSON object")),
             Err(e) => Err(Error::bad_file(path, format!("not valid JSON: {e}"))),
         }
+    }
+
+    /// A configuration that was made otherwise; `path` is for messages only.
+    pub(crate) fn of_values(path: &Path, root: Map<String, Value>) -> Self {
+        Self { path: path.to_owned(), root }
     }
 
     /// The part that describes the language model: the whole, or `text_config` of a model of more modalities.

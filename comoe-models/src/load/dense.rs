@@ -1,7 +1,9 @@
 //! The dense part of a checkpoint: everything that every token needs. Experts are refused here.
 
+use std::collections::{BTreeMap, HashSet};
+
 use candle_core::{DType, Device, Tensor};
-use comoe_core::store::{Checkpoint, Naming, TensorRole, TensorView};
+use comoe_core::store::{Checkpoint, Encoding, Naming, QuantisedMatrix, TensorRole, TensorView};
 use half::f16;
 use safetensors::Dtype;
 
@@ -18,6 +20,40 @@ pub struct DenseWeights<'a> {
     total: u64,
     elements: u64,
     progress: &'a (dyn Fn(Progress) + Sync),
+    /// Without `.weight` and the like.
+    used: HashSet<String>,
+}
+
+/// Where a dense weight is.
+enum Stored<'a> {
+    Plain(TensorView<'a>),
+    Quantised(QuantisedMatrix, u64),
+}
+
+impl Stored<'_> {
+    /// Bytes in the checkpoint.
+    fn bytes(&self) -> u64 {
+        match self {
+            Self::Plain(view) => view.bytes.len() as u64,
+            Self::Quantised(_, bytes) => *bytes,
+        }
+    }
+
+    /// The type that its elements have one by one.
+    fn dtype(&self) -> Option<DType> {
+        match self {
+            Self::Plain(TensorView { encoding: Encoding::Plain(dtype), .. }) => candle_dtype(*dtype),
+            _ => None,
+        }
+    }
+}
+
+/// Tensors of a matrix's weights, after its stem.
+const WEIGHTS: [&str; 3] = ["weight", "qweight", "weight_packed"];
+
+/// A name without its last part.
+fn stem(name: &str) -> &str {
+    name.rsplit_once('.').map_or(name, |(stem, _)| stem)
 }
 
 impl<'a> DenseWeights<'a> {
@@ -37,10 +73,43 @@ impl<'a> DenseWeights<'a> {
             if naming.classify(name)? == TensorRole::Dense {
                 let view = checkpoint.tensor(name)?;
                 total += view.bytes.len() as u64;
-                elements += view.shape.iter().map(|d| *d as u64).product::<u64>();
+                let quantised = match WEIGHTS.contains(&name.rsplit('.').next().unwrap_or_default()) {
+                    // What cannot be read is complained of when it is needed.
+                    true => {
+                        QuantisedMatrix::find(checkpoint, stem(name), naming.quantisation()).ok().flatten()
+                    }
+                    false => None,
+                };
+                elements += match (quantised, view.encoding) {
+                    (Some(matrix), _) => matrix.shape().iter().map(|d| *d as u64).product::<u64>(),
+                    (None, Encoding::Plain(dtype)) if candle_dtype(dtype).is_some() => {
+                        view.shape.iter().map(|d| *d as u64).product::<u64>()
+                    }
+                    _ => 0,
+                };
             }
         }
-        Ok(Self { checkpoint, naming, dtype, device, done: 0, total, elements, progress })
+        let used = HashSet::new();
+        Ok(Self { checkpoint, naming, dtype, device, done: 0, total, elements, progress, used })
+    }
+
+    /// The tensors that are not experts' and were not asked for, as patterns with their counts: numbers in names are
+    /// `*`. Scales of activations and the like, beside weights that were used, are not among them.
+    pub fn ignored(&self) -> BTreeMap<String, usize> {
+        let mut patterns = BTreeMap::new();
+        for name in self.checkpoint.names() {
+            let expert = matches!(self.naming.classify(name), Ok(TensorRole::Expert(_)));
+            if expert || self.used.contains(stem(name)) || self.used.contains(name) {
+                continue;
+            }
+            let star = |part: &str| match part.bytes().all(|b| b.is_ascii_digit()) {
+                true => "*".to_owned(),
+                false => part.to_owned(),
+            };
+            let pattern = name.split('.').map(star).collect::<Vec<_>>().join(".");
+            *patterns.entry(pattern).or_insert(0) += 1;
+        }
+        patterns
     }
 
     /// Bytes that all of the checkpoint's dense weights take on the device.
@@ -89,51 +158,77 @@ impl<'a> DenseWeights<'a> {
     }
 
     fn stacked_as(&mut self, parts: &[(String, usize)], trailing: &[usize], dtype: DType) -> Result<Tensor> {
-        let views = parts
+        let stored = parts
             .iter()
-            .map(|(name, rows)| Ok((name.as_str(), self.view(name, *rows, trailing)?)))
+            .map(|(name, rows)| Ok((name.as_str(), self.stored(name, *rows, trailing)?)))
             .collect::<Result<Vec<_>>>()?;
         let mut shape = vec![parts.iter().map(|(_, rows)| rows).sum()];
         shape.extend_from_slice(trailing);
-        let bytes: usize = views.iter().map(|(_, v)| v.bytes.len()).sum();
+        let bytes: u64 = stored.iter().map(|(_, s)| s.bytes()).sum();
 
-        let stored = candle_dtype(views[0].1.dtype);
-        let tensor = if stored == Some(dtype) && views.iter().all(|(_, v)| v.dtype == views[0].1.dtype) {
-            match views.as_slice() {
-                [(_, one)] => Tensor::from_raw_buffer(one.bytes, dtype, &shape, self.device)?,
-                many => {
-                    let joined: Vec<&[u8]> = many.iter().map(|(_, v)| v.bytes).collect();
-                    Tensor::from_raw_buffer(&joined.concat(), dtype, &shape, self.device)?
+        let raw: Option<Vec<&[u8]>> = stored
+            .iter()
+            .map(|(_, s)| match s {
+                Stored::Plain(view) if s.dtype() == Some(dtype) => Some(view.bytes),
+                _ => None,
+            })
+            .collect();
+        let tensor = match raw.as_deref() {
+            Some([one]) => Tensor::from_raw_buffer(one, dtype, &shape, self.device)?,
+            Some(many) => Tensor::from_raw_buffer(&many.concat(), dtype, &shape, self.device)?,
+            None => {
+                let mut values = Vec::with_capacity(shape.iter().product());
+                for (name, stored) in &stored {
+                    match stored {
+                        Stored::Plain(view) => widen(name, view, &mut values)?,
+                        Stored::Quantised(matrix, _) => {
+                            let mut matrix_values = Vec::new();
+                            matrix.values(self.checkpoint, &mut matrix_values)?;
+                            values.append(&mut matrix_values);
+                        }
+                    }
                 }
+                Tensor::from_vec(values, shape, &Device::Cpu)?.to_dtype(dtype)?.to_device(self.device)?
             }
-        } else {
-            let mut values = Vec::with_capacity(shape.iter().product());
-            for (name, view) in &views {
-                widen(name, view, &mut values)?;
-            }
-            Tensor::from_vec(values, shape, &Device::Cpu)?.to_dtype(dtype)?.to_device(self.device)?
         };
-        self.done += bytes as u64;
+        self.used.extend(parts.iter().map(|(name, _)| {
+            match WEIGHTS[0] == name.rsplit('.').next().unwrap_or_default() {
+                true => stem(name).to_owned(),
+                false => name.clone(),
+            }
+        }));
+        self.done += bytes;
         (self.progress)(Progress::Dense { done: self.done, total: self.total });
         Ok(tensor)
     }
 
-    fn view(&self, name: &str, rows: usize, trailing: &[usize]) -> Result<TensorView<'a>> {
+    fn stored(&self, name: &str, rows: usize, trailing: &[usize]) -> Result<Stored<'a>> {
         if matches!(self.naming.classify(name)?, TensorRole::Expert(_)) {
             return Err(Error::ExpertAsDense { name: name.to_owned() });
         }
-        let view = self.checkpoint.tensor(name)?;
-        if view.shape.split_first() != Some((&rows, trailing)) {
-            let mut expected = vec![rows];
-            expected.extend_from_slice(trailing);
-            let reason = format!(
-                "expected shape {expected:?} by config.json, found {:?} in {}",
-                view.shape,
-                view.file.display()
-            );
-            return Err(comoe_core::Error::bad_tensor(name, reason).into());
+        let mut expected = vec![rows];
+        expected.extend_from_slice(trailing);
+        let wrong = |found: &[usize], file: String| {
+            let reason =
+                format!("expected shape {expected:?} by the configuration, found {found:?} in {file}");
+            comoe_core::Error::bad_tensor(name, reason)
+        };
+        if let Some(stem) = name.strip_suffix(".weight") {
+            let how = self.naming.quantisation();
+            if let Some(matrix) = QuantisedMatrix::find(self.checkpoint, stem, how)? {
+                if matrix.shape()[..] != expected {
+                    return Err(wrong(&matrix.shape(), self.checkpoint.describe().to_owned()).into());
+                }
+                let tensors =
+                    WEIGHTS.iter().filter_map(|w| self.checkpoint.tensor(&format!("{stem}.{w}")).ok());
+                return Ok(Stored::Quantised(matrix, tensors.map(|t| t.bytes.len() as u64).sum()));
+            }
         }
-        Ok(view)
+        let view = self.checkpoint.tensor(name)?;
+        if view.shape != expected {
+            return Err(wrong(view.shape, view.file.display().to_string()).into());
+        }
+        Ok(Stored::Plain(view))
     }
 }
 
@@ -149,18 +244,15 @@ fn candle_dtype(dtype: Dtype) -> Option<DType> {
 /// Appends the elements of a tensor as F32: exact for BF16, F16 and F32.
 fn widen(name: &str, view: &TensorView<'_>, out: &mut Vec<f32>) -> Result<()> {
     let pairs = view.bytes.chunks_exact(2).map(|b| u16::from_le_bytes([b[0], b[1]]));
-    match view.dtype {
-        Dtype::BF16 => out.extend(pairs.map(|b| f32::from_bits(u32::from(b) << 16))),
-        Dtype::F16 => out.extend(pairs.map(|b| f16::from_bits(b).to_f32())),
-        Dtype::F32 => {
+    match view.encoding {
+        Encoding::Plain(Dtype::BF16) => out.extend(pairs.map(|b| f32::from_bits(u32::from(b) << 16))),
+        Encoding::Plain(Dtype::F16) => out.extend(pairs.map(|b| f16::from_bits(b).to_f32())),
+        Encoding::Plain(Dtype::F32) => {
             let words = view.bytes.chunks_exact(4);
             out.extend(words.map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])));
         }
         other => {
-            let reason = format!(
-                "expected BF16, F16 or F32, found {other:?} in {}: quantised dense weights are not supported",
-                view.file.display()
-            );
+            let reason = format!("expected BF16, F16 or F32, found {other} in {}", view.file.display());
             return Err(comoe_core::Error::bad_tensor(name, reason).into());
         }
     }

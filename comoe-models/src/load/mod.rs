@@ -1,13 +1,16 @@
-//! From a model folder to blocks: the configuration, the dense part, the experts.
+//! From a model folder, or a GGUF file, to blocks: the configuration, the dense part, the experts.
 
 mod config;
 mod dense;
+mod files;
+mod gguf;
 mod layers;
 mod memory;
 mod open;
 
 pub use config::ConfigFile;
 pub use dense::DenseWeights;
+pub(crate) use files::ModelFiles;
 pub(crate) use layers::Builder;
 pub use memory::DeviceMemory;
 pub(crate) use open::open_decoder;

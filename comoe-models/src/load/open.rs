@@ -8,7 +8,7 @@ use comoe_core::store::{Checkpoint, ConvertOptions, ExpertStore, Naming};
 use comoe_core::{CacheOptions, CudaOptions, ExpertCache, ExpertFormat, cuda_memory};
 
 use super::memory::{DeviceMemory, workspace_bytes};
-use super::{ConfigFile, DenseWeights, Progress};
+use super::{DenseWeights, ModelFiles, Progress};
 use crate::arch::{self, DecoderPlan, MoePlan};
 use crate::decoder::Decoder;
 use crate::error::{Error, Result};
@@ -27,7 +27,7 @@ pub struct LoadOptions {
     pub context: Option<usize>,
     /// How the expert cache is run. Its `top_k` is set by the model.
     pub cache: CacheOptions,
-    /// The experts' format; `None` keeps the checkpoint's.
+    /// The experts' format; `None` takes the one that fits the checkpoint's best (`ExpertStore::source_format`).
     pub format: Option<ExpertFormat>,
     /// Where converted experts are kept for the next start; `None` converts anew.
     pub cache_dir: Option<PathBuf>,
@@ -49,7 +49,7 @@ impl Default for LoadOptions {
 }
 
 impl Decoder {
-    /// Loads a folder with `config.json` and safetensors shards; no tokenizer is needed.
+    /// Loads a folder with `config.json` and safetensors shards, or a GGUF file; no tokenizer is needed.
     ///
     /// # Errors
     /// Names the file, tensor or field that is missing or wrong, and what would work.
@@ -59,15 +59,15 @@ impl Decoder {
         options: &LoadOptions,
         progress: &(dyn Fn(Progress) + Sync),
     ) -> Result<Self> {
-        let plan = arch::plan(&ConfigFile::of_model(folder)?)?;
-        open_decoder(plan, folder, device, options, progress)
+        let files = ModelFiles::open(folder)?;
+        open_decoder(arch::plan(files.config())?, &files, device, options, progress)
     }
 }
 
 /// Opens the experts, builds their cache, and loads the dense part.
 pub(crate) fn open_decoder(
     plan: DecoderPlan,
-    folder: &Path,
+    files: &ModelFiles,
     device: &Device,
     options: &LoadOptions,
     progress: &(dyn Fn(Progress) + Sync),
@@ -75,12 +75,14 @@ pub(crate) fn open_decoder(
     check_dtype(options.dtype, device)?;
     let context = options.context.unwrap_or(plan.max_positions.min(DEFAULT_CONTEXT));
     plan.check_context(context)?;
-    let checkpoint = Arc::new(Checkpoint::open(&[folder])?);
-    let mut naming = Naming::auto().with_layers(plan.layers.len());
+    let quantisation = files.quantisation()?;
+    let checkpoint = Arc::new(files.checkpoint()?);
+    let mut naming = Naming::auto().with_layers(plan.layers.len()).with_quantisation(quantisation);
     if let Some(layout) = plan.stacked_experts {
         naming = naming.with_stacked_layout(layout);
     }
     let store = expert_store(&plan, &checkpoint, &naming, options, progress)?;
+    let format = Some(store.format());
     let notes = store.notes().to_vec();
     let top_k = plan.moe_layers().map(|(_, moe)| moe.router.top_k).max().unwrap_or(0);
     let mut weights = DenseWeights::new(&checkpoint, &naming, options.dtype, device, progress)?;
@@ -89,7 +91,7 @@ pub(crate) fn open_decoder(
             free: cuda_memory(device)?.0,
             weights: weights.device_bytes(),
             kv: (context * plan.kv_bytes_per_token(options.dtype.size_in_bytes())) as u64,
-            workspace: workspace_bytes(&plan, context, options),
+            workspace: workspace_bytes(&plan, context, &LoadOptions { format, ..options.clone() }),
             margin: DeviceMemory::MARGIN,
         }),
         _ => None,
@@ -98,6 +100,9 @@ pub(crate) fn open_decoder(
     let cache = CacheOptions { top_k, reserve, ..options.cache.clone() };
     let experts = ExpertCache::builder(store, device).options(cache).cuda(options.cuda.clone()).build()?;
     let decoder = Decoder::load(plan, &mut weights, experts, context, options.dtype, device)?;
+    for (pattern, count) in weights.ignored() {
+        tracing::info!("ignored, since the model does not use it: {pattern} ({count} tensors)");
+    }
     Ok(decoder.with_notes(notes).with_memory(memory))
 }
 
@@ -140,14 +145,10 @@ fn expert_store(
             return Err(Error::ExpertMismatch { layer, config, checkpoint });
         }
     }
-    match options.format {
-        Some(format) => {
-            let convert = ConvertOptions {
-                cache_dir: options.cache_dir.clone(),
-                progress: Some(&|done, total| progress(Progress::Convert { done, total })),
-            };
-            Ok(store.into_format_with(format, &convert)?)
-        }
-        None => Ok(store),
-    }
+    let convert = ConvertOptions {
+        cache_dir: options.cache_dir.clone(),
+        progress: Some(&|done, total| progress(Progress::Convert { done, total })),
+    };
+    let format = options.format.unwrap_or(store.source_format());
+    Ok(store.into_format_with(format, &convert)?)
 }

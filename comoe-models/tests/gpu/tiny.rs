@@ -109,7 +109,7 @@ fn bits_do_not_depend_on_how_experts_are_kept_and_are_near_the_cpus() {
     assert!(long.len() > 40, "{}", long.len());
     let cases = [(long, 6), (prompts[0].clone(), 24)];
     let mut runs = 0;
-    for format in [None, Some(ExpertFormat::INT8), Some(ExpertFormat::INT4)] {
+    for format in [None, Some(ExpertFormat::INT8), Some(ExpertFormat::INT4), Some(ExpertFormat::Mxfp4)] {
         let cpu_options = LoadOptions { format, cache_dir: Some(converted()), ..LoadOptions::default() };
         let cpu = open(&Device::Cpu, &cpu_options);
         for dtype in [DType::F32, DType::BF16] {

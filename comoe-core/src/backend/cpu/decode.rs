@@ -1,6 +1,7 @@
 //! From a record's bytes to F32 lanes: rows of its matrices, sixteen weights at a time.
 
 use crate::expert::{ExpertLayout, MatrixLayout};
+use crate::format::mxfp4::power_of_two;
 use crate::simd::{LANES, Simd};
 
 #[inline(always)]
@@ -111,6 +112,7 @@ fn partial_block<const N: usize>(row: &[u8], index: usize) -> [u8; N] {
 pub(super) struct Bf16;
 pub(super) struct Int8;
 pub(super) struct Int4;
+pub(super) struct Mxfp4;
 
 impl Decode for Bf16 {
     type Block = [u8; 32];
@@ -169,6 +171,27 @@ impl Decode for Int4 {
     #[inline(always)]
     fn decode<S: Simd>(simd: S, block: &Self::Block, scale: Scale<S>) -> S::V {
         simd.int4(block, scale.nibbles)
+    }
+}
+
+impl Decode for Mxfp4 {
+    type Block = [u8; 8];
+    #[inline(always)]
+    fn blocks(row: &[u8]) -> &[Self::Block] {
+        row.as_chunks().0
+    }
+    #[inline(always)]
+    fn partial(row: &[u8], index: usize) -> Self::Block {
+        partial_block(row, index)
+    }
+    #[inline(always)]
+    fn scale<S: Simd>(simd: S, scales: &[u8], group: usize) -> Scale<S> {
+        let scale = power_of_two(scales[group]);
+        Scale { value: simd.splat(scale), nibbles: simd.codes(scale) }
+    }
+    #[inline(always)]
+    fn decode<S: Simd>(simd: S, block: &Self::Block, scale: Scale<S>) -> S::V {
+        simd.mxfp4(block, scale.nibbles)
     }
 }
 

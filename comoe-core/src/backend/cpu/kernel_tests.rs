@@ -169,7 +169,7 @@ proptest! {
 fn large_batches_are_split_without_changing_a_bit() {
     // More tokens than one call computes at once, several calls, enough work for threads, rows in any order.
     let spec = ExpertSpec { bias: true, ..ExpertSpec::swiglu(272, 130) };
-    for format in [ExpertFormat::Bf16, ExpertFormat::INT8, ExpertFormat::INT4] {
+    for format in [ExpertFormat::Bf16, ExpertFormat::INT8, ExpertFormat::INT4, ExpertFormat::Mxfp4] {
         let records: Vec<_> = (0..6).map(|s| random_record(&spec, format, s)).collect();
         let layout = records[0].0;
         let n = 300;

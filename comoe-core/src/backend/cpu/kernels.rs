@@ -10,7 +10,7 @@ use std::ops::Range;
 use rayon::prelude::*;
 
 use super::activation;
-use super::decode::{Bf16, Bias, Decode, Int4, Int8, Matrix, Row, decode_row, tail};
+use super::decode::{Bf16, Bias, Decode, Int4, Int8, Matrix, Mxfp4, Row, decode_row, tail};
 use crate::expert::{Activation, ExpertLayout};
 use crate::format::ExpertFormat;
 use crate::simd::{LANES, Simd, Vectorised, dispatch};
@@ -225,6 +225,7 @@ impl Task<'_, '_> {
             ExpertFormat::Bf16 => dispatch(Decoding::<Bf16>(self, Default::default())),
             ExpertFormat::Int8 { .. } => dispatch(Decoding::<Int8>(self, Default::default())),
             ExpertFormat::Int4 { .. } => dispatch(Decoding::<Int4>(self, Default::default())),
+            ExpertFormat::Mxfp4 => dispatch(Decoding::<Mxfp4>(self, Default::default())),
         }
     }
 }

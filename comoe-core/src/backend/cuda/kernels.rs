@@ -74,7 +74,7 @@ impl Cut {
         let (chunk_cols, parts) = match format {
             ExpertFormat::Bf16 => (8, 3),
             ExpertFormat::Int8 { .. } => (16, 2),
-            ExpertFormat::Int4 { .. } => (32, 2),
+            ExpertFormat::Int4 { .. } | ExpertFormat::Mxfp4 => (32, 2),
         };
         let steps = m.row_bytes.div_ceil(128).max(1);
         // Few idle warps in the last round; of equals, more warps.
@@ -104,10 +104,10 @@ impl Gemv {
 pub struct Kernels {
     ordinal: usize,
     shared_limit: usize,
-    gate_up: [Gemv; 3],
-    down: [Gemv; 3],
+    gate_up: [Gemv; FORMATS.len()],
+    down: [Gemv; FORMATS.len()],
     one_token: OneToken,
-    dequant: [CudaFunction; 3],
+    dequant: [CudaFunction; FORMATS.len()],
     gemm_gate_up: CudaFunction,
     gemm_down: CudaFunction,
     combine: CudaFunction,
@@ -115,11 +115,23 @@ pub struct Kernels {
     resolve: CudaFunction,
 }
 
+/// Formats as kernels are named after them, in the order of [`format_index`].
+const FORMATS: [&str; 4] = ["bf16", "int8", "int4", "mxfp4"];
+
+/// Something of every format.
+fn per_format<T, E>(
+    make: impl Fn(&str) -> std::result::Result<T, E>,
+) -> std::result::Result<[T; FORMATS.len()], E> {
+    let [a, b, c, d] = FORMATS.map(make);
+    Ok([a?, b?, c?, d?])
+}
+
 fn format_index(format: ExpertFormat) -> usize {
     match format {
         ExpertFormat::Bf16 => 0,
         ExpertFormat::Int8 { .. } => 1,
         ExpertFormat::Int4 { .. } => 2,
+        ExpertFormat::Mxfp4 => 3,
     }
 }
 
@@ -169,10 +181,10 @@ impl Kernels {
         Ok(Self {
             ordinal: ctx.ordinal(),
             shared_limit: shared_limit as usize,
-            gate_up: [gemv("gate_up", "bf16")?, gemv("gate_up", "int8")?, gemv("gate_up", "int4")?],
-            down: [gemv("down", "bf16")?, gemv("down", "int8")?, gemv("down", "int4")?],
+            gate_up: per_format(|format| gemv("gate_up", format))?,
+            down: per_format(|format| gemv("down", format))?,
             one_token: OneToken::load(&module, shared_limit, major >= 9).map_err(fail)?,
-            dequant: [function("dequant_bf16")?, function("dequant_int8")?, function("dequant_int4")?],
+            dequant: per_format(|format| function(&format!("dequant_{format}")))?,
             gemm_gate_up: function("gemm_gate_up")?,
             gemm_down: function("gemm_down")?,
             combine: function("combine")?,

@@ -254,7 +254,7 @@ fn self_tests(device: &Device) -> Result<Vec<SelfTest>> {
     let spec = ExpertSpec { activation: Activation::Silu, ..ExpertSpec::swiglu(256, 192) };
     let mut seed = 1;
     let mut tests = Vec::new();
-    for format in [ExpertFormat::Bf16, ExpertFormat::INT8, ExpertFormat::INT4] {
+    for format in [ExpertFormat::Bf16, ExpertFormat::INT8, ExpertFormat::INT4, ExpertFormat::Mxfp4] {
         let layout = ExpertLayout::new(&spec, format);
         let weights = [(); 3].map(|()| noise(&mut seed, spec.hidden * spec.intermediate, 0.1));
         let expert = ExpertWeights {

@@ -9,8 +9,8 @@ use cudarc::driver::{
 
 use super::early::launch_early;
 use super::{
-    Act, CombineArgs, DownArgs, GateUpArgs, Input, Items, Kernels, Record, dtype_code, format_index,
-    grid_extent,
+    Act, CombineArgs, DownArgs, FORMATS, GateUpArgs, Input, Items, Kernels, Record, dtype_code, format_index,
+    grid_extent, per_format,
 };
 use crate::error::Result;
 use crate::expert::{ExpertLayout, MatrixLayout};
@@ -35,8 +35,8 @@ const DIGITS_BYTES: usize = 1216;
 
 /// The kernels, by [`format_index`].
 pub(super) struct OneToken {
-    gate_up: [CudaFunction; 3],
-    down: [CudaFunction; 3],
+    gate_up: [CudaFunction; FORMATS.len()],
+    down: [CudaFunction; FORMATS.len()],
     /// For INT4 in groups of 64 weights or more.
     digits_gate_up: CudaFunction,
     digits_down: CudaFunction,
@@ -72,11 +72,9 @@ impl OneToken {
             )?;
             Ok::<_, DriverError>(f)
         };
-        let three =
-            |kind| Ok::<_, DriverError>([load(kind, "bf16")?, load(kind, "int8")?, load(kind, "int4")?]);
         Ok(Self {
-            gate_up: three("gate_up")?,
-            down: three("down")?,
+            gate_up: per_format(|format| load("gate_up", format))?,
+            down: per_format(|format| load("down", format))?,
             digits_gate_up: module.load_function("one_token_gate_up_int4_digits")?,
             digits_down: load("down", "int4_digits")?,
             early,
@@ -89,7 +87,7 @@ fn pass_shared(format: ExpertFormat) -> usize {
     let cols = match format {
         ExpertFormat::Bf16 => PASS_BYTES / 2,
         ExpertFormat::Int8 { .. } => PASS_BYTES,
-        ExpertFormat::Int4 { .. } => 2 * PASS_BYTES,
+        ExpertFormat::Int4 { .. } | ExpertFormat::Mxfp4 => 2 * PASS_BYTES,
     };
     4 * cols
 }
