@@ -329,12 +329,8 @@ impl Decode {
 
     #[cfg(feature = "cuda")]
     fn workspace(&self) -> u64 {
-        let format = match self.resident {
-            ResidentFormat::Bf16 => ExpertFormat::Bf16,
-            _ => self.format,
-        };
         let Shape { spec, top_k, .. } = &self.shape;
-        comoe_core::backend::cuda::workspace_bytes(spec, format, self.warm_up[0].max(1), *top_k)
+        comoe_core::backend::cuda::workspace_bytes(spec, DType::BF16, self.warm_up[0].max(1), *top_k)
     }
 
     #[cfg(not(feature = "cuda"))]

@@ -10,6 +10,7 @@ mod case;
 mod conformance;
 mod device;
 mod device_timing;
+mod gemm;
 mod kernels;
 mod one_token;
 mod timing;

@@ -1,7 +1,6 @@
 //! What a model needs of GPU memory beside its experts: computed before anything is loaded.
 
-use comoe_core::ExpertFormat;
-use comoe_core::backend::cuda::{self, ResidentFormat};
+use comoe_core::backend::cuda;
 
 use super::LoadOptions;
 use crate::arch::{DecoderPlan, MixerPlan};
@@ -38,13 +37,9 @@ impl DeviceMemory {
 pub(super) fn workspace_bytes(plan: &DecoderPlan, context: usize, options: &LoadOptions) -> u64 {
     let tokens = CHUNK.min(context);
     let element = options.dtype.size_in_bytes();
-    let experts = plan.moe_layers().map(|(_, moe)| {
-        let format = match options.cuda.resident {
-            ResidentFormat::Bf16 => ExpertFormat::Bf16,
-            _ => options.format.unwrap_or(ExpertFormat::Bf16),
-        };
-        cuda::workspace_bytes(&moe.expert, format, tokens, moe.router.top_k)
-    });
+    let experts = plan
+        .moe_layers()
+        .map(|(_, moe)| cuda::workspace_bytes(&moe.expert, options.dtype, tokens, moe.router.top_k));
     // Scores in the model's dtype, and about four copies in F32 on the way to probabilities.
     let softmax = |heads: usize| {
         (heads * tokens * context).min(SCORES_AT_ONCE.max(heads * context)) * (2 * element + 4 * 4)
