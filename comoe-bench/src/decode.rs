@@ -140,7 +140,7 @@ pub struct Measured {
 /// GPU memory in bytes: what was to be expected, and what was there.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct Memory {
-    /// Slots with staging, as the cache reports them.
+    /// Slots with staging and ring, as the cache reports them.
     pub slots: u64,
     /// Workspace of the experts' kernels.
     pub workspace: u64,
@@ -227,7 +227,7 @@ impl Decode {
         let stats = model.cache().stats();
         let memory = match (before, free_memory(device)?) {
             (Some(before), Some(after)) => Some(Memory {
-                slots: ((stats.slots + stats.staging_slots) * stats.slot_bytes) as u64,
+                slots: ((stats.slots + stats.staging_slots + stats.ring_slots) * stats.slot_bytes) as u64,
                 workspace: self.workspace(),
                 dense: model.dense_bytes(),
                 measured: before.saturating_sub(after),

@@ -13,4 +13,5 @@ mod device_timing;
 mod gemm;
 mod kernels;
 mod one_token;
+mod prompt;
 mod timing;
