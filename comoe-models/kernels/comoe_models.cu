@@ -1,2 +1,3 @@
 // One translation unit, so that build.rs makes one fatbin.
+#include "prefill_attention.cu"
 #include "route.cu"

@@ -7,7 +7,7 @@ use comoe_core::{Error, Result};
 use cudarc::driver::{CudaContext, CudaFunction, CudaStream, DriverError, LaunchConfig, PushKernelArg, sys};
 use cudarc::nvrtc::Ptx;
 
-static FATBIN: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/kernels.fatbin"));
+pub(crate) static FATBIN: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/kernels.fatbin"));
 
 /// The most experts that [`RouteKernel::route`] takes: two F32 each in 48 KiB of shared memory.
 pub const MOST_EXPERTS: usize = 6144;

@@ -12,13 +12,11 @@ use crate::blocks::latent::LatentAttention;
 use crate::blocks::linear::Linear;
 use crate::blocks::moe::Moe;
 use crate::blocks::norm::Norm;
+use crate::blocks::prefill_attention::PrefillAttention;
 use crate::blocks::rope::RotaryTable;
+use crate::chunk::chunk_tokens;
 use crate::error::{Error, Result};
 use crate::load::{Builder, DenseWeights, DeviceMemory};
-
-/// Tokens of a prompt that go through the model at once. Chunks end at multiples of it, so how a sequence is cut
-/// depends on positions alone.
-pub(crate) const CHUNK: usize = 512;
 
 /// For which tokens of a step logits are wanted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -41,6 +39,9 @@ pub struct Decoder {
     ropes: Vec<RotaryTable>,
     experts: ExpertCache,
     context: usize,
+    /// Tokens of a prompt that go through the model at once. Chunks end at multiples of it, so how a sequence is cut
+    /// depends on positions alone.
+    chunk: usize,
     dtype: DType,
     device: Device,
     notes: Vec<String>,
@@ -99,7 +100,8 @@ impl Decoder {
         let embedded = |root: &str| weights.contains(&format!("{root}{}.weight", names.embedding));
         let root = TensorNames::ROOTS.into_iter().find(|(root, _)| embedded(root));
         let (root, head_root) = root.unwrap_or(TensorNames::ROOTS[0]);
-        let mut build = Builder { weights, plan: &plan, prefix: root.to_owned() };
+        let prefill = PrefillAttention::load(device, dtype)?;
+        let mut build = Builder { weights, plan: &plan, prefix: root.to_owned(), prefill };
         let embedding = build.tensor(&format!("{}.weight", names.embedding), &[plan.vocab, hidden])?;
         let mut ropes = Vec::new();
         let mut table_of = Vec::<&RopePlan>::new();
@@ -146,6 +148,7 @@ impl Decoder {
         let device = device.clone();
         let notes = experts.notes().to_vec();
         Ok(Self {
+            chunk: chunk_tokens(&plan, context, device.is_cuda()),
             plan,
             embedding,
             embedding_scale,
@@ -262,7 +265,7 @@ impl Decoder {
 
     /// How many of `left` tokens from `position` on go through the model at once.
     pub fn next_chunk(&self, position: usize, left: usize) -> usize {
-        left.min(CHUNK - position % CHUNK)
+        left.min(self.chunk - position % self.chunk)
     }
 
     fn step(&self, ids: &[u32], kv: &mut KvCache, rows: Option<Rows>) -> Result<Option<Tensor>> {

@@ -7,6 +7,7 @@ use super::heads::HeadSplit;
 use super::kv_cache::LayerKv;
 use super::linear::Linear;
 use super::norm::RmsNorm;
+use super::prefill_attention::PrefillAttention;
 use super::rope::RotaryTable;
 use crate::arch::{AttentionPlan, QkNormKind, TemperaturePlan};
 
@@ -52,6 +53,11 @@ impl Attention {
         let heads = HeadSplit::new(plan, head_norm, like.dtype(), like.device())?;
         let attend = Attend::new(plan.scale, plan.mask, sinks)?;
         Ok(Self { qkv, out, full_norm, clip: plan.clip, heads, temperature: plan.temperature, attend })
+    }
+
+    /// With a kernel for prompts.
+    pub(crate) fn with_prefill(self, prefill: Option<PrefillAttention>) -> Self {
+        Self { attend: self.attend.with_prefill(prefill), ..self }
     }
 
     /// Attends from `x [tokens, hidden]`, which begins at `position`, to itself and all before it. Appends to `kv`.

@@ -15,5 +15,6 @@ pub mod latent;
 pub mod linear;
 pub mod moe;
 pub mod norm;
+pub mod prefill_attention;
 pub mod rope;
 pub mod router;
