@@ -67,6 +67,8 @@ pub struct Decode {
     pub store: Option<PathBuf>,
     /// The dense part, as [`write_dense`] writes it; `None` makes it.
     pub dense: Option<PathBuf>,
+    /// Bytes for the ring that a prompt's experts pass through; `None`: as the cache decides.
+    pub ring: Option<u64>,
 }
 
 impl Decode {
@@ -86,6 +88,7 @@ impl Decode {
             seed: 1,
             store: None,
             dense: None,
+            ring: None,
         }
     }
 }
@@ -239,7 +242,7 @@ impl Decode {
         Ok(self.measured(&times, &stats, info, load_s, Evenness::of(&directory, &uses), memory))
     }
 
-    fn cache(&self, device: &Device) -> Result<(ExpertCache, Uses)> {
+    pub(crate) fn cache(&self, device: &Device) -> Result<(ExpertCache, Uses)> {
         let Self { shape, format, .. } = self;
         let store = match &self.store {
             Some(path) => {
@@ -276,7 +279,11 @@ impl Decode {
         let backend = backend(device, store.source(), cuda.clone())?;
         let (backend, uses) = Counting::new(backend, store.directory().len());
         let options = CacheOptions {
-            capacity: self.slots_per_layer.map_or(Capacity::All, |n| Capacity::Slots(n * shape.layers)),
+            capacity: self.slots_per_layer.map_or(Capacity::All, |n| {
+                // No fewer than one token uses in a layer.
+                Capacity::Slots((n * shape.layers).max(shape.top_k))
+            }),
+            ring: self.ring,
             policy: self.policy,
             prefetch: self.prefetch,
             prefetch_trigger: self.trigger,
@@ -300,7 +307,7 @@ impl Decode {
         Ok(ExpertsAlone { cache, shape: self.shape.clone(), x, device: device.clone() })
     }
 
-    fn model(&self, cache: ExpertCache, device: &Device) -> Result<Running> {
+    pub(crate) fn model(&self, cache: ExpertCache, device: &Device) -> Result<Running> {
         let config = ConfigFile::parse(Path::new("config.json"), &self.shape.config()?.to_string())?;
         let folder = tempfile::tempdir().map_err(|e| Error::io(std::env::temp_dir(), e))?;
         let made = folder.path().join("dense.safetensors");
@@ -456,12 +463,12 @@ impl Watch {
 }
 
 /// What decodes.
-enum Running {
+pub(crate) enum Running {
     Experts(Box<ExpertsAlone>),
     Model { decoder: Box<Decoder>, kv: comoe_models::blocks::kv_cache::KvCache, bytes: u64 },
 }
 
-struct ExpertsAlone {
+pub(crate) struct ExpertsAlone {
     cache: ExpertCache,
     shape: Shape,
     /// `[1, hidden]`
