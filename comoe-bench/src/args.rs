@@ -24,6 +24,8 @@ pub(crate) enum Ask {
     Synth(SynthArgs),
     /// Decode with a synthetic model of a shape.
     Decode(DecodeArgs),
+    /// Read prompts with a synthetic model of a shape.
+    Prefill(PrefillArgs),
     /// Measure how fast slots of a GPU are filled (feature cuda).
     Transfer(TransferArgs),
     /// Measure memory of comoe-tiny on the CPU by number of slots.
@@ -132,6 +134,49 @@ impl DecodeArgs {
         }
         .into_iter()
     }
+}
+
+#[derive(Debug, ClapArgs)]
+pub(crate) struct PrefillArgs {
+    /// Name of a shape.
+    #[arg(default_value = "qwen3-30b-a3b")]
+    pub(crate) shape: String,
+    /// Format of the experts: bf16, int8, int4, or with a group size as int4-g32.
+    #[arg(long, default_value = "int4")]
+    pub(crate) format: ExpertFormat,
+    /// What slots of a GPU hold: quantized (as stored) or bf16.
+    #[arg(long, default_value = "quantized")]
+    pub(crate) resident_format: ResidentFormat,
+    /// Only so many layers with experts.
+    #[arg(long)]
+    pub(crate) layers: Option<usize>,
+    /// Tokens of a prompt; several, separated by commas, are measured one after the other.
+    #[arg(long, value_delimiter = ',', default_value = "512,2048,8192")]
+    pub(crate) prompt: Vec<usize>,
+    /// Slots for each layer; several, separated by commas. 0: the fewest that a cache takes, of which none is found again.
+    #[arg(long, value_delimiter = ',', default_value = "0,16,64")]
+    pub(crate) slots_per_layer: Vec<usize>,
+    /// Measure with every expert in its slot, too.
+    #[arg(long)]
+    pub(crate) resident: bool,
+    /// MiB for the ring that experts pass through; default: room for a layer's.
+    #[arg(long)]
+    pub(crate) ring: Option<u64>,
+    /// Prompts of each length that are measured, behind one that is not.
+    #[arg(long, default_value_t = 3)]
+    pub(crate) repeats: usize,
+    /// Seed of weights and tokens.
+    #[arg(long, default_value_t = 1)]
+    pub(crate) seed: u64,
+    /// Where it runs: cpu, cuda, cuda:N, or auto.
+    #[arg(long, default_value = "auto")]
+    pub(crate) device: DeviceArg,
+    /// A packed store of the shape's experts, as `synth` writes it, instead of experts made in memory.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) store: Option<PathBuf>,
+    /// One JSON object for each length and number of slots, instead of a table.
+    #[arg(long)]
+    pub(crate) json: bool,
 }
 
 #[derive(Debug, ClapArgs)]

@@ -65,6 +65,10 @@ impl Backend for Counting {
         self.inner.run(items)
     }
 
+    fn copy(&mut self, slots: &[(SlotId, SlotId)]) -> Result<()> {
+        self.inner.copy(slots)
+    }
+
     fn finish(&mut self) -> Result<Tensor> {
         self.inner.finish()
     }

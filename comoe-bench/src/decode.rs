@@ -69,6 +69,8 @@ pub struct Decode {
     pub store: Option<PathBuf>,
     /// The dense part, as [`write_dense`] writes it; `None` makes it.
     pub dense: Option<PathBuf>,
+    /// Bytes for the ring that a prompt's experts pass through; `None`: as the cache decides.
+    pub ring: Option<u64>,
 }
 
 impl Decode {
@@ -89,6 +91,7 @@ impl Decode {
             seed: 1,
             store: None,
             dense: None,
+            ring: None,
         }
     }
 }
@@ -145,7 +148,7 @@ pub struct Measured {
 /// GPU memory in bytes: what was to be expected, and what was there.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct Memory {
-    /// Slots with staging, as the cache reports them.
+    /// Slots with staging and ring, as the cache reports them.
     pub slots: u64,
     /// Workspace of the experts' kernels.
     pub workspace: u64,
@@ -219,7 +222,7 @@ impl Decode {
         let stats = model.cache().stats();
         let memory = match (before, free_memory(device)?) {
             (Some(before), Some(after)) => Some(Memory {
-                slots: ((stats.slots + stats.staging_slots) * stats.slot_bytes) as u64,
+                slots: ((stats.slots + stats.staging_slots + stats.ring_slots) * stats.slot_bytes) as u64,
                 workspace: self.workspace(),
                 dense: model.dense_bytes(),
                 measured: before.saturating_sub(after),
@@ -286,7 +289,11 @@ impl Decode {
         let backend = backend(device, store.source(), cuda.clone())?;
         let (backend, uses) = Counting::new(backend, store.directory().len());
         let options = CacheOptions {
-            capacity: self.slots_per_layer.map_or(Capacity::All, |n| Capacity::Slots(n * shape.layers)),
+            capacity: self.slots_per_layer.map_or(Capacity::All, |n| {
+                // No fewer than one token uses in a layer.
+                Capacity::Slots((n * shape.layers).max(shape.top_k))
+            }),
+            ring: self.ring,
             policy: self.policy,
             driver: self.driver,
             prefetch: self.prefetch,
@@ -311,7 +318,7 @@ impl Decode {
         Ok(ExpertsAlone { cache, shape: self.shape.clone(), x, device: device.clone() })
     }
 
-    fn model(&self, cache: ExpertCache, device: &Device) -> Result<Running> {
+    pub(crate) fn model(&self, cache: ExpertCache, device: &Device) -> Result<Running> {
         let context = (self.warm_up[0] + self.warm_up[1] + self.steps).next_multiple_of(512);
         let (decoder, bytes) = self.decoder(cache, device, context)?;
         let kv = decoder.new_kv()?;
@@ -351,12 +358,8 @@ impl Decode {
 
     #[cfg(feature = "cuda")]
     fn workspace(&self) -> u64 {
-        let format = match self.resident {
-            ResidentFormat::Bf16 => ExpertFormat::Bf16,
-            _ => self.format,
-        };
         let Shape { spec, top_k, .. } = &self.shape;
-        comoe_core::backend::cuda::workspace_bytes(spec, format, self.warm_up[0].max(1), *top_k)
+        comoe_core::backend::cuda::workspace_bytes(spec, DType::BF16, self.warm_up[0].max(1), *top_k)
     }
 
     #[cfg(not(feature = "cuda"))]
@@ -483,12 +486,12 @@ impl Watch {
 }
 
 /// What decodes.
-enum Running {
+pub(crate) enum Running {
     Experts(Box<ExpertsAlone>),
     Model { decoder: Box<Decoder>, kv: comoe_models::blocks::kv_cache::KvCache, bytes: u64 },
 }
 
-struct ExpertsAlone {
+pub(crate) struct ExpertsAlone {
     cache: ExpertCache,
     shape: Shape,
     /// `[1, hidden]`

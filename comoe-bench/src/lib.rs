@@ -1,8 +1,8 @@
 //! Benchmarks of CoMoE, and synthetic models of real shapes.
 //!
 //! `benches/` holds the criterion benches; the binary measures what needs a big model or a GPU. Reading order: [`shape`]
-//! (which models), [`synth`] and [`dense`] (their weights), [`decode`] (a model of a shape, run), [`steps`] (on a
-//! GPU token by token), [`tiny`] (comoe-tiny,
+//! (which models), [`synth`] and [`dense`] (their weights), [`decode`] and [`prefill`] (a model of a shape, run), [`steps`]
+//! (on a GPU token by token), [`tiny`] (comoe-tiny,
 //! run), `transfer` (the link; feature `cuda`), [`report`] (how results are shown).
 
 pub mod counting;
@@ -13,6 +13,7 @@ pub mod error;
 pub mod gpu;
 pub mod noise;
 pub mod null;
+pub mod prefill;
 pub mod report;
 pub mod shape;
 pub mod steps;

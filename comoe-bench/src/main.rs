@@ -10,6 +10,7 @@ use candle_core::Device;
 use clap::Parser;
 use comoe_bench::decode::{self, Decode, Measured, Part};
 use comoe_bench::dense::write_dense;
+use comoe_bench::prefill::{self, Prefill};
 use comoe_bench::report::{Table, machine, today};
 use comoe_bench::shape::Shape;
 use comoe_bench::steps::{Routing, Stepped, Steps};
@@ -18,12 +19,13 @@ use comoe_bench::{Error, Result, synth};
 use comoe_core::Prefetch;
 use comoe_models::PartTime;
 
-use crate::args::{Args, Ask, DecodeArgs, MemoryArgs, SynthArgs, TransferArgs};
+use crate::args::{Args, Ask, DecodeArgs, MemoryArgs, PrefillArgs, SynthArgs, TransferArgs};
 
 fn main() -> ExitCode {
     let result = match Args::parse().ask {
         Ask::Synth(args) => synth_store(&args),
         Ask::Decode(args) => decode_shape(&args),
+        Ask::Prefill(args) => prefill_shape(&args),
         Ask::Transfer(args) => transfer(&args),
         Ask::Memory(args) => memory(&args),
     };
@@ -328,6 +330,96 @@ fn show(device: &Device, measured: &[Measured]) {
     let mut notes: Vec<_> = measured.iter().flat_map(|m| &m.notes).collect();
     notes.dedup();
     notes.iter().for_each(|note| println!("- {note}"));
+}
+
+fn prefill_shape(args: &PrefillArgs) -> Result<()> {
+    let device = args.device.open()?;
+    let mut shape = Shape::named(&args.shape)?;
+    if let Some(layers) = args.layers {
+        shape = shape.with_layers(layers)?;
+    }
+    let say = |what: &str| eprintln!("{what}");
+    if !device.is_cpu() {
+        decode::warm_up(&device)?;
+    }
+    let link = link(&device)?;
+    let folder = tempfile::tempdir().map_err(|e| Error::io(std::env::temp_dir(), e))?;
+    let dense = folder.path().join("dense.safetensors");
+    say("making the dense part");
+    write_dense(&dense, &shape, args.seed)?;
+    let few = args.slots_per_layer.iter().map(|n| Some(*n));
+    let mut measured = Vec::new();
+    for slots in few.chain(args.resident.then_some(None)) {
+        let model = Decode {
+            format: args.format,
+            resident: args.resident_format,
+            slots_per_layer: slots,
+            seed: args.seed,
+            store: args.store.clone(),
+            dense: Some(dense.clone()),
+            ring: args.ring.map(|mib| mib << 20),
+            ..Decode::new(shape.clone())
+        };
+        let run = Prefill { model, prompts: args.prompt.clone(), repeats: args.repeats, link };
+        for result in run.run(&device, &say)? {
+            if args.json {
+                print_json(&result)?;
+            }
+            measured.push(result);
+        }
+    }
+    if !args.json {
+        show_prefill(&device, &measured, link);
+    }
+    Ok(())
+}
+
+/// GB/s of plain copies from page-locked memory.
+#[cfg(feature = "cuda")]
+fn link(device: &Device) -> Result<Option<f64>> {
+    use candle_core::DeviceLocation;
+    match device.location() {
+        DeviceLocation::Cuda { gpu_id } => {
+            Ok(Some(comoe_core::backend::cuda::measure::gpu_report(gpu_id)?.best_locked()))
+        }
+        _ => Ok(None),
+    }
+}
+
+#[cfg(not(feature = "cuda"))]
+fn link(_: &Device) -> Result<Option<f64>> {
+    Ok(None)
+}
+
+fn show_prefill(device: &Device, measured: &[prefill::Measured], link: Option<f64>) {
+    let Some(first) = measured.first() else { return };
+    let what = format!("Prefill, {} shape, {} layers, {}", first.shape, first.layers, first.format);
+    heading(&what, device);
+    let heads = [
+        "slots", "ring", "prompt", "tok/s", "ms", "GB moved", "wasted", "GB/s", "link %", "stall ms",
+        "hits %",
+    ];
+    let mut table = Table::new(&heads);
+    for m in measured {
+        let gb = |bytes: f64| format!("{:.2}", bytes / 1e9);
+        table.row([
+            format!("{} of {}", m.slots[0], m.slots[1]),
+            m.ring.to_string(),
+            m.prompt.to_string(),
+            format!("{:.0}", m.tokens_per_s),
+            format!("{:.1}", m.prompt as f64 / m.tokens_per_s * 1e3),
+            gb(m.bytes),
+            gb(m.wasted),
+            format!("{:.1}", m.gb_per_s),
+            m.link_share.map_or("-".to_owned(), |share| format!("{:.0}", 100.0 * share)),
+            format!("{:.1}", m.stalled_ms),
+            format!("{:.0}", 100.0 * m.hit_rate),
+        ]);
+    }
+    println!("{table}");
+    if let Some(link) = link {
+        println!("link %: the time that the bytes take at {link:.1} GB/s, of the prompt's time.\n");
+    }
 }
 
 #[cfg(feature = "cuda")]

@@ -187,6 +187,10 @@ pub(crate) struct ModelArgs {
         value_parser = PossibleValuesParser::new(DriverKind::ALL.map(DriverKind::name)).try_map(|s| s.parse::<DriverKind>())
     )]
     pub(crate) driver: DriverKind,
+    /// Memory on top of the pool for the experts of a prompt that pass through, such as 256M; 0 is none [default: room
+    /// for one layer's on a GPU]
+    #[arg(long, value_name = "SIZE", value_parser = parse_size, help_heading = "Experts and memory")]
+    pub(crate) ring: Option<u64>,
     /// Every N decode steps, compare some slots with the stored experts and stop if one differs
     #[arg(long, value_name = "N", value_parser = parse_positive, help_heading = "Experts and memory")]
     pub(crate) check: Option<usize>,
@@ -329,6 +333,7 @@ mod tests {
         assert_eq!(room(&["--slots", "9"]).unwrap(), Some(Capacity::Slots(9)));
         assert_eq!(room(&["--pool", "900K"]).unwrap(), Some(Capacity::Bytes(900 << 10)));
         assert_eq!(room(&["--resident"]).unwrap(), Some(Capacity::All));
+        assert_eq!(generate(&["--pool=1G", "--ring=256M"]).unwrap().model.ring, Some(256 << 20));
         for two in [["--slots=9", "--resident"], ["--slots=9", "--pool=1G"], ["--pool=1G", "--resident"]] {
             assert_eq!(room(&two).unwrap_err().kind(), clap::error::ErrorKind::ArgumentConflict, "{two:?}");
         }

@@ -89,6 +89,7 @@ fn load_with<M: AsRef<Decoder>>(
             scope: args.scope,
             prefetch: args.prefetch,
             driver: args.driver,
+            ring: args.ring,
             ..CacheOptions::default()
         },
         format: match args.format {
@@ -172,7 +173,11 @@ impl<M: AsRef<Decoder>> Loaded<M> {
                     self.options.cache.prefetch
                 )
             };
-            say!("experts: {}, {room}", self.format());
+            let ring = match stats.ring_slots {
+                0 => String::new(),
+                n => format!(", a ring of {n} for prompts ({})", human_bytes((n * stats.slot_bytes) as u64)),
+            };
+            say!("experts: {}, {room}{ring}", self.format());
             if let Some(m) = self.model.as_ref().memory() {
                 say!(
                     "GPU memory: {} were free; {} for dense weights, {} for the KV cache, {} for activations, {} margin",

@@ -46,6 +46,7 @@ struct Timings {
 struct Cache {
     slots: usize,
     staging_slots: usize,
+    ring_slots: usize,
     experts: usize,
     record_bytes: usize,
     policy: String,
@@ -111,6 +112,7 @@ impl Cache {
         Self {
             slots: stats.slots,
             staging_slots: stats.staging_slots,
+            ring_slots: stats.ring_slots,
             experts: stats.records,
             record_bytes: stats.slot_bytes,
             policy: loaded.model.experts().policy().to_string(),

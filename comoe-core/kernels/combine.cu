@@ -1,4 +1,5 @@
-// What surrounds the experts' matrices: the weighted sum over a token's experts, and the gather of opaque records.
+// What surrounds the experts' matrices: the weighted sum over a token's experts, the gather of opaque records, and small
+// things from the host.
 #include "record.cuh"
 
 // y[t] = sum over j, in order, of weights[t * k + j] * partial[t * k + j]; grid (columns / 256, tokens).
@@ -31,4 +32,9 @@ extern "C" __global__ void gather(const Item* items, const uint32_t* assignments
             for (uint64_t at = from + threadIdx.x; at < to; at += blockDim.x) dst[at] = src[at];
         }
     }
+}
+
+// Copies `pieces` of 16 bytes from page-locked memory. A copy engine would do it behind whatever records are on their way.
+extern "C" __global__ void pull(const uint4* from, uint4* to, uint32_t pieces) {
+    for (uint32_t i = blockIdx.x * blockDim.x + threadIdx.x; i < pieces; i += gridDim.x * blockDim.x) to[i] = from[i];
 }

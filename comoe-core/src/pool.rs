@@ -238,6 +238,11 @@ impl Pool {
         &self.staged
     }
 
+    /// Free slots of the partition of layer ordinal `layer`.
+    pub fn free(&self, layer: usize) -> usize {
+        self.partitions[self.shape.partition_of[layer]].free.len()
+    }
+
     /// Staging slots that are free.
     pub fn staging_left(&self) -> usize {
         self.staging_free.len()

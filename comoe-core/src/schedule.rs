@@ -7,12 +7,16 @@
 //! - all that is missing is enqueued in one batch, before the hits run.
 //!
 //! A set that does not fit its slots is served in waves: a member may leave once its work is enqueued, so that every
-//! record still moves at most once per step.
+//! record still moves at most once per step. With a ring (see `stream`) it passes through that instead.
 
 mod device;
+mod ring;
+mod stream;
+#[cfg(test)]
+mod stream_tests;
 mod token;
 
-use std::collections::VecDeque;
+use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 
 use candle_core::Tensor;
@@ -139,6 +143,15 @@ struct SlotClock {
     read: Ticket,
 }
 
+/// How a prompt's records come to the device.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub(crate) struct StreamPlan {
+    /// Ahead of their layer.
+    pub(crate) ahead: bool,
+    /// Slots that they pass through, behind those of the pool.
+    pub(crate) ring_slots: usize,
+}
+
 pub(crate) struct Engine {
     backend: Box<dyn Backend>,
     directory: Arc<Directory>,
@@ -148,6 +161,11 @@ pub(crate) struct Engine {
     waited: [u64; 3],
     slot_bytes: usize,
     prefetch: Option<PrefetchEngine>,
+    ring: ring::Ring,
+    /// Whether a prompt's records are sent for ahead of their layer.
+    streams: bool,
+    /// Those that were sent straight to free slots and not asked for yet.
+    early: Vec<RecordIndex>,
     stats: CacheStats,
     rules: Rules,
     drive: device::Drive,
@@ -164,9 +182,11 @@ impl Engine {
         pool: Pool,
         prefetch: Option<PrefetchEngine>,
         slot_bytes: usize,
+        stream: StreamPlan,
         rules: Rules,
     ) -> Result<Self> {
-        let slots = pool.shape().slots() + pool.shape().staging;
+        let in_pool = pool.shape().slots() + pool.shape().staging;
+        let slots = in_pool + stream.ring_slots;
         backend.allocate(slots, slot_bytes)?;
         let clocks = vec![SlotClock { filled: Ticket::DONE, read: Ticket::DONE }; slots];
         let mut this = Self {
@@ -177,6 +197,9 @@ impl Engine {
             waited: [0; 3],
             slot_bytes,
             prefetch,
+            ring: ring::Ring::new(in_pool, stream.ring_slots),
+            streams: stream.ahead,
+            early: Vec::new(),
             stats: CacheStats::default(),
             rules,
             drive: device::Drive::default(),
@@ -219,6 +242,7 @@ impl Engine {
         self.stats = CacheStats {
             slots: self.pool.shape().slots(),
             staging_slots: self.pool.shape().staging,
+            ring_slots: self.ring.slots(),
             slot_bytes: self.slot_bytes,
             records: self.directory.len(),
             layers: layers.collect(),
@@ -241,18 +265,26 @@ impl Engine {
         if self.rules.pin_before_victims {
             self.pool.pin(set.iter().copied());
         }
+        self.drop_stale(layer);
+        let keep = self.most_recent(layer, &needs);
         let mut split = self.split(layer, needs)?;
         if let Some(prefetch) = self.prefetch.as_mut() {
             prefetch.judge(layer, &split);
         }
-        if self.rules.fills_before_hits {
+        let ring = self.passes_the_ring(layer, &split);
+        if ring {
+            self.send_to_ring(layer, &mut split)?;
+        } else if self.rules.fills_before_hits {
             self.send_wave(layer, &mut split)?;
         }
         self.prefetch_at(PrefetchTrigger::AfterRouting, layer, choices, top_k)?;
 
         self.backend.begin(work)?;
-        let waves = !split.missing.is_empty();
+        let waves = ring || !split.missing.is_empty();
         let mut done = Vec::new();
+        if ring {
+            self.run_ring(layer, &keep, &mut split, &mut done)?;
+        }
         self.run(std::mem::take(&mut split.hits), waves, &mut done)?;
         self.prefetch_at(PrefetchTrigger::MidLayer, layer, choices, top_k)?;
         if !split.late.is_empty() && split.in_flight.is_empty() {
@@ -267,6 +299,7 @@ impl Engine {
             self.run(items, waves, &mut done)?;
         }
         self.prefetch_at(PrefetchTrigger::EndOfLayer, layer, choices, top_k)?;
+        self.stream_ahead(layer, set.len())?;
         let result = self.backend.finish()?;
 
         if !waves {
@@ -276,6 +309,7 @@ impl Engine {
         let entry = &self.directory.layers()[layer];
         let range = entry.first..entry.first + entry.experts as u32;
         let record_bytes = entry.record_bytes as u64;
+        self.count_unasked(layer, range.clone());
         for dropped in self.pool.unstage(range) {
             // What was served from its staging slot, because no cached record could leave, was not wasted.
             if done.iter().any(|(record, _)| *record == dropped) {
@@ -300,15 +334,25 @@ impl Engine {
         }
         let accesses = needs.len() as u64;
         let (mut hits, mut late) = (0, 0);
+        let mut arrived = HashMap::new();
         for need in needs {
             match self.pool.locate(need.record) {
-                None => split.missing.push_back(need),
+                None => match self.in_ring(need.record, &mut arrived)? {
+                    None => split.missing.push_back(need),
+                    Some(arrived) => {
+                        *(if arrived { &mut hits } else { &mut late }) += 1;
+                        self.stats.prefetch_used += 1;
+                        self.stats.layers[layer].prefetch_used += 1;
+                        split.streamed.insert(need.record, need);
+                    }
+                },
                 Some(located) => {
                     if located.staged {
                         self.stats.prefetch_used += 1;
                         self.stats.layers[layer].prefetch_used += 1;
                         self.pool.promote(layer, need.record);
                     } else {
+                        self.count_early(layer, need.record);
                         self.pool.hit(layer, need.record);
                     }
                     if located.loading {
@@ -411,11 +455,7 @@ impl Engine {
         if items.is_empty() {
             return Ok(());
         }
-        for item in &items {
-            self.compute_waits(self.clocks[item.slot.0 as usize].filled)?;
-            self.pool.arrived(item.slot);
-        }
-        self.backend.run(&items)?;
+        self.wait_and_run(&items)?;
         let served: Vec<_> = items.iter().map(|item| (item.record, item.slot)).collect();
         if waves {
             self.mark_read(&served)?;
@@ -423,6 +463,16 @@ impl Engine {
         }
         done.extend(served);
         Ok(())
+    }
+
+    fn wait_and_run(&mut self, items: &[WorkItem]) -> Result<()> {
+        for item in items {
+            self.compute_waits(self.clocks[item.slot.0 as usize].filled)?;
+            if !self.ring.owns(item.slot) {
+                self.pool.arrived(item.slot);
+            }
+        }
+        self.backend.run(items)
     }
 
     fn mark_read(&mut self, served: &[(RecordIndex, SlotId)]) -> Result<()> {
@@ -547,4 +597,6 @@ struct Split {
     missing: VecDeque<Need>,
     in_flight: VecDeque<(Ticket, Vec<WorkItem>)>,
     in_waves: bool,
+    /// Those that come through the ring.
+    streamed: HashMap<RecordIndex, Need>,
 }

@@ -96,10 +96,11 @@ proptest! {
             PrefetchTrigger::AfterRouting, PrefetchTrigger::MidLayer, PrefetchTrigger::EndOfLayer
         ]),
         top_k in 1usize..4,
+        ring in 0u64..20,
         seed in any::<u64>(),
     ) {
         let Sim { cache, .. } = sim(seed, |b| b, |b| {
-            let b = b.capacity(Capacity::Slots(slots.max(top_k))).policy(policy).scope(scope);
+            let b = b.capacity(Capacity::Slots(slots.max(top_k))).policy(policy).scope(scope).ring(512 * ring);
             b.prefetch(prefetch).prefetch_trigger(trigger).top_k(top_k)
         });
         prop_assert!(play(&cache, &steps).unwrap());

@@ -35,6 +35,8 @@ pub struct CacheStats {
     pub slots: usize,
     /// Staging slots, on top.
     pub staging_slots: usize,
+    /// Slots of the ring that a prompt's records pass through, on top.
+    pub ring_slots: usize,
     /// Bytes of one slot.
     pub slot_bytes: usize,
     /// Records in the store.
@@ -162,12 +164,13 @@ impl fmt::Display for CacheStats {
         let ms = |d: std::time::Duration| d.as_secs_f64() * 1e3;
         writeln!(
             f,
-            "cache    {} slots of {} ({}) for {} experts, {} staging slots on top",
+            "cache    {} slots of {} ({}) for {} experts, {} staging slots and a ring of {} on top",
             self.slots,
             human_bytes(self.slot_bytes as u64),
             human_bytes(self.pool_bytes()),
             self.records,
-            self.staging_slots
+            self.staging_slots,
+            self.ring_slots
         )?;
         writeln!(
             f,

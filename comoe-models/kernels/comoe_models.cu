@@ -7,5 +7,6 @@
 #include "heads.cu"
 #include "latent.cu"
 #include "norm.cu"
+#include "prefill_attention.cu"
 #include "route.cu"
 #include "sample.cu"

@@ -16,14 +16,12 @@ use crate::blocks::latent::LatentAttention;
 use crate::blocks::linear::Linear;
 use crate::blocks::moe::Moe;
 use crate::blocks::norm::Norm;
+use crate::blocks::prefill_attention::PrefillAttention;
 use crate::blocks::rope::RotaryTable;
 use crate::blocks::step::Step;
+use crate::chunk::chunk_tokens;
 use crate::error::{Error, Result};
 use crate::load::{Builder, DenseWeights, DeviceMemory};
-
-/// Tokens of a prompt that go through the model at once. Chunks end at multiples of it, so how a sequence is cut
-/// depends on positions alone.
-pub(crate) const CHUNK: usize = 512;
 
 /// For which tokens of a step logits are wanted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -48,6 +46,9 @@ pub struct Decoder {
     fused: Option<Mutex<Fused>>,
     experts: ExpertCache,
     context: usize,
+    /// Tokens of a prompt that go through the model at once. Chunks end at multiples of it, so how a sequence is cut
+    /// depends on positions alone.
+    chunk: usize,
     dtype: DType,
     device: Device,
     notes: Vec<String>,
@@ -106,7 +107,8 @@ impl Decoder {
         let embedded = |root: &str| weights.contains(&format!("{root}{}.weight", names.embedding));
         let root = TensorNames::ROOTS.into_iter().find(|(root, _)| embedded(root));
         let (root, head_root) = root.unwrap_or(TensorNames::ROOTS[0]);
-        let mut build = Builder { weights, plan: &plan, prefix: root.to_owned() };
+        let prefill = PrefillAttention::load(device, dtype)?;
+        let mut build = Builder { weights, plan: &plan, prefix: root.to_owned(), prefill };
         let embedding = build.tensor(&format!("{}.weight", names.embedding), &[plan.vocab, hidden])?;
         let mut ropes = Vec::new();
         let mut table_of = Vec::<&RopePlan>::new();
@@ -160,6 +162,7 @@ impl Decoder {
             }
         };
         Ok(Self {
+            chunk: chunk_tokens(&plan, context, device.is_cuda()),
             plan,
             embedding,
             embedding_scale,
@@ -287,7 +290,7 @@ impl Decoder {
 
     /// How many of `left` tokens from `position` on go through the model at once.
     pub fn next_chunk(&self, position: usize, left: usize) -> usize {
-        left.min(CHUNK - position % CHUNK)
+        left.min(self.chunk - position % self.chunk)
     }
 
     /// Most experts that a token uses in a layer.

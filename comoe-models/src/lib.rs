@@ -53,6 +53,7 @@
 pub mod arch;
 pub mod blocks;
 pub mod chat;
+mod chunk;
 #[cfg(feature = "cuda")]
 pub mod cuda;
 #[cfg(feature = "cuda")]

@@ -44,7 +44,10 @@ fn every_pool_equals_the_resident_run(format: Option<ExpertFormat>) {
             for policy in [PolicyKind::Lru, PolicyKind::Lfu, PolicyKind::Lfru] {
                 for prefetch in [Prefetch::Off, Prefetch::Correlation] {
                     let capacity = Capacity::Slots(slots);
-                    let cache = CacheOptions { capacity, policy, scope, prefetch, ..CacheOptions::default() };
+                    // From none to several layers of records.
+                    let ring = Some((slots as u64 % 4) << 20);
+                    let cache =
+                        CacheOptions { capacity, policy, scope, prefetch, ring, ..CacheOptions::default() };
                     let model = load(cache.clone());
                     assert!(answer(&model) == want, "{format:?} {cache:?}");
                     let stats = model.experts().stats();

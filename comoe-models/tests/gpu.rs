@@ -8,5 +8,7 @@
 mod graph;
 #[path = "gpu/kernels/mod.rs"]
 mod kernels;
+#[path = "gpu/prefill.rs"]
+mod prefill;
 #[path = "gpu/tiny.rs"]
 mod tiny;

@@ -137,7 +137,8 @@ pub struct TransferTime {
 ///
 /// The caller (the schedule) guarantees: `allocate` comes first and once; between `begin` and `finish` of one work
 /// every assignment is served by exactly one [`WorkItem`]; a slot is passed to `run` only after the compute queue
-/// was made to wait for its fill, and to `fill` only with its last reader's ticket among `after`.
+/// was made to wait for its fill, and to `fill` only with its last reader's ticket among `after`; `copy` reads like
+/// `run` and writes slots whose last fill the compute queue was made to wait for.
 ///
 /// After an error nothing that is in slots may be trusted; the caller stops using the backend.
 pub trait Backend: Send {
@@ -169,6 +170,9 @@ pub trait Backend: Send {
 
     /// Enqueues the work of `items`, which are in their slots.
     fn run(&mut self, items: &[WorkItem]) -> Result<()>;
+
+    /// Enqueues copies of whole slots, from and to, on the compute queue.
+    fn copy(&mut self, slots: &[(SlotId, SlotId)]) -> Result<()>;
 
     /// Ends the work that was begun and hands out its result (for [`Work::Ffn`] `[n, hidden]`, dtype as `x`).
     /// Results are combined in assignment order, so they do not depend on the order in which items were run.

@@ -55,6 +55,7 @@ enum Op {
     Wait(Ticket),
     Fill(Fill),
     Run(Vec<WorkItem>),
+    Copy(SlotId, SlotId),
     Mark,
 }
 
@@ -206,6 +207,11 @@ impl SimBackend {
                 let bytes = self.source.directory().record_bytes(record);
                 self.source.read(record, &mut self.slab[slot.0 as usize * self.slot_bytes..][..bytes])
             }
+            Op::Copy(from, to) => {
+                let at = from.0 as usize * self.slot_bytes;
+                self.slab.copy_within(at..at + self.slot_bytes, to.0 as usize * self.slot_bytes);
+                Ok(())
+            }
             Op::Run(items) => {
                 let (slab, slot_bytes) = (&self.slab, self.slot_bytes);
                 let open = |item: &WorkItem| Ok(&slab[item.slot.0 as usize * slot_bytes..][..slot_bytes]);
@@ -291,6 +297,25 @@ impl Backend for SimBackend {
         }
         let ticket = self.enqueue(Queue::Compute, Op::Run(items.to_vec()));
         items.iter().for_each(|item| self.slots[item.slot.0 as usize].read = ticket.seq);
+        Ok(())
+    }
+
+    fn copy(&mut self, slots: &[(SlotId, SlotId)]) -> Result<()> {
+        for &(from, to) in slots {
+            let (source, target) = (self.slots[from.0 as usize], self.slots[to.0 as usize]);
+            let Some(record) = source.holds else {
+                return self.broken("an empty slot was copied", RecordIndex(0));
+            };
+            if !self.ordered(Queue::Compute, source.filled) {
+                self.broken("a slot was copied before its fill was done", record)?;
+            }
+            if !self.ordered(Queue::Compute, target.filled) {
+                self.broken("a slot was overwritten before its last fill was done", record)?;
+            }
+            let ticket = self.enqueue(Queue::Compute, Op::Copy(from, to));
+            self.slots[from.0 as usize].read = ticket.seq;
+            self.slots[to.0 as usize] = SlotAccess { filled: ticket, read: 0, holds: Some(record) };
+        }
         Ok(())
     }
 

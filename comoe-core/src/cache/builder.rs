@@ -89,6 +89,12 @@ impl<S> CacheBuilder<S> {
         self
     }
 
+    /// Device memory for the ring that a prompt's records pass through: see [`CacheOptions::ring`].
+    pub fn ring(mut self, bytes: u64) -> Self {
+        self.options.ring = Some(bytes);
+        self
+    }
+
     /// A backend of the caller's own, instead of the device's.
     pub fn backend(mut self, backend: Box<dyn Backend>) -> Self {
         self.backend = Some(backend);
@@ -142,7 +148,8 @@ impl<S> CacheBuilder<S> {
                 prefetch(Box::new(Correlation::new(&experts, 1)), Some(gate))
             }
         };
-        let mut engine = Engine::new(backend, directory.clone(), pool, prefetch, slot_bytes, rules)?;
+        let mut engine =
+            Engine::new(backend, directory.clone(), pool, prefetch, slot_bytes, layout.stream, rules)?;
         let drives = drive(options.driver, policy, &mut engine, of_experts);
         let driver = if drives.is_ok() { DriverKind::Device } else { DriverKind::Host };
         match drives {

@@ -9,7 +9,7 @@ use crate::machine;
 use crate::policy::PolicyKind;
 use crate::pool::PoolShape;
 use crate::predict::Prefetch;
-use crate::schedule::PrefetchTrigger;
+use crate::schedule::{PrefetchTrigger, StreamPlan};
 use crate::store::Directory;
 
 /// How many records the pool holds.
@@ -85,7 +85,14 @@ pub struct CacheOptions {
     pub reserve: u64,
     /// Who drives a step.
     pub driver: DriverKind,
+    /// Device memory for the ring that a prompt's records pass through, in bytes, on top of the slots; 0 is none, and
+    /// nothing is sent for ahead of its layer. Default: on a GPU, room for as many records as a layer has (less where
+    /// memory is short), elsewhere none. A pool with a slot for every record has none, and needs none.
+    pub ring: Option<u64>,
 }
+
+/// Without being asked, the ring takes no more than this part of the slots' memory.
+const MOST_OF_SLOTS: usize = 8;
 
 /// Memory of a device that slots may take.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -134,6 +141,8 @@ impl Room {
 pub(super) struct Layout {
     pub(super) shape: PoolShape,
     pub(super) prefetch: Prefetch,
+    /// How prompts are served.
+    pub(super) stream: StreamPlan,
     pub(super) notes: Vec<String>,
 }
 
@@ -145,8 +154,9 @@ impl CacheOptions {
         if self.capacity == Capacity::Fit {
             let Some(room) = room else { return Ok(all) };
             let fit = room.slots(slot_bytes);
-            // With a slot for every record nothing is staged.
-            let slots = if fit >= all { all } else { fit.saturating_sub(self.staging()) };
+            // With a slot for every record nothing is staged or streamed.
+            let beside = self.staging() + self.ring_of_fit(directory, slot_bytes, room, fit);
+            let slots = if fit >= all { all } else { fit.saturating_sub(beside) };
             return if slots < least { Err(room.refuse(least, slot_bytes)) } else { Ok(slots) };
         }
         let slot_bytes = slot_bytes as u64;
@@ -170,6 +180,27 @@ impl CacheOptions {
             _ if slots < least => Err(Error::TooFewSlots { asked: slots, least }),
             _ => Ok(slots.min(all)),
         }
+    }
+
+    /// Slots of the ring beside `slots` others.
+    fn ring(&self, directory: &Directory, slot_bytes: usize, room: Option<&Room>, slots: usize) -> usize {
+        let all = directory.len();
+        if slots >= all {
+            return 0;
+        }
+        let left = room.map_or(usize::MAX, |room| room.slots(slot_bytes).saturating_sub(slots));
+        match self.ring {
+            Some(bytes) => usize::try_from(bytes / slot_bytes as u64).unwrap_or(usize::MAX).min(all),
+            // Where records are in the same memory anyway, nothing is gained.
+            None if room.is_none_or(|room| !room.hard) => 0,
+            None => directory.layers().iter().map(|e| e.experts).max().unwrap_or(0).min(left),
+        }
+    }
+
+    /// Slots of the ring, when all that fits is shared out.
+    fn ring_of_fit(&self, directory: &Directory, slot_bytes: usize, room: &Room, fit: usize) -> usize {
+        let wanted = self.ring(directory, slot_bytes, Some(room), 0);
+        if self.ring.is_some() { wanted } else { wanted.min(fit / MOST_OF_SLOTS) }
     }
 
     /// Staging slots, unless every record has a slot.
@@ -197,8 +228,15 @@ impl CacheOptions {
             notes.push("every expert has a slot, so nothing is prefetched".to_owned());
         }
         let staging = if prefetch == Prefetch::Off { 0 } else { self.staging() };
-        if let Some(room) = room.filter(|room| room.hard && room.slots(slot_bytes) < slots + staging) {
-            return Err(room.refuse(slots + staging, slot_bytes));
+        let ring = match (self.capacity, room) {
+            (Capacity::Fit, Some(room)) if !resident => {
+                self.ring_of_fit(directory, slot_bytes, room, room.slots(slot_bytes))
+            }
+            _ => self.ring(directory, slot_bytes, room, slots + staging),
+        };
+        let wanted = slots + staging + ring;
+        if let Some(room) = room.filter(|room| room.hard && room.slots(slot_bytes) < wanted) {
+            return Err(room.refuse(wanted, slot_bytes));
         }
         let one_token = experts.len() * self.top_k.max(1);
         let shape = if self.scope == Scope::Global {
@@ -212,7 +250,9 @@ impl CacheOptions {
         } else {
             PoolShape::by_layer(slots, &experts, staging)
         };
-        Ok(Layout { shape, prefetch, notes })
+        let ahead = self.ring.map_or_else(|| room.is_some_and(|r| r.hard), |bytes| bytes > 0);
+        let stream = StreamPlan { ahead, ring_slots: ring };
+        Ok(Layout { shape, prefetch, stream, notes })
     }
 
     pub(super) fn prefetch_width(&self) -> usize {
@@ -241,12 +281,39 @@ mod tests {
         assert_eq!(slots(&fit, 999 + 6 * slot, true).unwrap(), 5);
         assert_eq!(slots(&fit, 1000 + 99 * slot, true).unwrap(), 16, "no more than there are");
         let staged = CacheOptions { prefetch: Prefetch::Correlation, ..fit.clone() };
-        assert_eq!(slots(&staged, 1000 + 10 * slot, true).unwrap(), 6, "four are for staging");
+        assert_eq!(slots(&staged, 1000 + 7 * slot, true).unwrap(), 3, "four are for staging");
+        assert_eq!(slots(&fit, 1000 + 15 * slot, true).unwrap(), 14, "one of eight is for the ring");
+        let ring = CacheOptions { ring: Some(5 * slot), ..fit.clone() };
+        assert_eq!(slots(&ring, 1000 + 15 * slot, true).unwrap(), 10, "as large as it was asked for");
         assert_eq!(slots(&staged, 1000 + 16 * slot, true).unwrap(), 16, "nothing is staged when all fit");
         for free in [0, 999, 1000 + slot] {
             let e = slots(&fit, free, true).unwrap_err();
             assert!(matches!(e, Error::NoRoom { slots: 2, .. }), "{e}");
         }
+    }
+
+    #[test]
+    fn the_ring_takes_what_slots_leave_and_no_more_than_a_layer_unless_asked() {
+        let directory = Directory::new([(0, 8, SLOT), (1, 8, SLOT)]).unwrap();
+        let layout = |options: &CacheOptions, free: usize, hard| {
+            let room = Room { device: "gpu".to_owned(), free: (free * SLOT) as u64, reserve: 0, hard };
+            options.layout(&directory, SLOT, Some(&room)).map(|l| (l.stream.ahead, l.stream.ring_slots))
+        };
+        let four = CacheOptions { capacity: Capacity::Slots(4), ..CacheOptions::default() };
+        assert_eq!(layout(&four, 100, true).unwrap(), (true, 8));
+        assert_eq!(layout(&four, 7, true).unwrap(), (true, 3));
+        assert_eq!(layout(&four, 100, false).unwrap(), (false, 0), "nothing is gained in host memory");
+        assert_eq!(
+            layout(&CacheOptions::default(), 100, true).unwrap(),
+            (true, 0),
+            "every record has a slot"
+        );
+        for (bytes, want) in [(0, (false, 0)), (3 * SLOT as u64 + 7, (true, 3)), (u64::MAX, (true, 16))] {
+            let asked = CacheOptions { ring: Some(bytes), ..four.clone() };
+            assert_eq!(layout(&asked, 100, false).unwrap(), want);
+        }
+        let asked = CacheOptions { ring: Some(5 * SLOT as u64), ..four };
+        assert!(matches!(layout(&asked, 8, true), Err(Error::NoRoom { slots: 9, .. })));
     }
 
     #[test]

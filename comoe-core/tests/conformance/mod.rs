@@ -280,6 +280,8 @@ pub(crate) fn output_never_depends_on_the_pool(device: &Device, make: Make<'_>) 
                     PrefetchTrigger::EndOfLayer,
                 ][i / 4 % 3],
                 top_k: 3,
+                // None, one record, less than a layer, more than one.
+                ring: Some([0, 1, 5, 11][i / 2 % 4] * experts.layout.record_bytes as u64),
                 ..CacheOptions::default()
             };
             let cache = cache(&experts, device, make, options.clone());

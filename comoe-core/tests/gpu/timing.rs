@@ -6,7 +6,8 @@ use std::time::Instant;
 
 use candle_core::DType;
 use comoe_core::backend::cuda::kernels::{
-    CombineArgs, DequantArgs, DeviceItem, DownArgs, GateUpArgs, Items, Kernels,
+    CombineArgs, DequantArgs, DeviceItem, DownArgs, GateUpArgs, GemmDownArgs, GemmGateUpArgs, GemmItems,
+    GemmTile, Items, Kernels,
 };
 use comoe_core::expert::ExpertLayout;
 use comoe_core::{Activation, ExpertFormat, ExpertSpec};
@@ -251,7 +252,7 @@ fn time_prefill_of_one_layer() {
     println!(
         "\nprefill, one layer of 128 experts, top-8, uniform routing; us, and tokens/s of 48 such layers"
     );
-    for tokens in [64, 512, 2048] {
+    for tokens in [64, 512, 2048, 4096] {
         let scratch = Scratch::new(&gpu, tokens, &mut rng);
         let mut chosen = vec![Vec::new(); EXPERTS];
         for t in 0..tokens {
@@ -295,17 +296,45 @@ fn time_prefill_of_one_layer() {
                     tokens as f64 / us / 48.0 * 1e6
                 );
             };
-            report("gemv", time_graph(&gpu, || layer(&gpu, &gpu.kernels, &scratch, items, tokens, "all")));
-            if format == ExpertFormat::Bf16 {
-                let gemm = time_graph(&gpu, || {
+            if tokens <= 512 {
+                report(
+                    "gemv",
+                    time_graph(&gpu, || layer(&gpu, &gpu.kernels, &scratch, items, tokens, "all")),
+                );
+            }
+            let tiles = GemmTile::of(chosen.iter().map(|c| c.len() as u32));
+            let tiles_on = gpu.upload_tiles(&tiles);
+            let items = GemmItems {
+                layout: &layout,
+                items: items_on.at,
+                assignments: list.at,
+                tiles: tiles_on.at,
+                len: tiles.len(),
+            };
+            let gate_up = GemmGateUpArgs {
+                items,
+                activation: Activation::Silu,
+                x: scratch.x.at,
+                per_row: TOP_K,
+                h: scratch.h.at,
+            };
+            let down = GemmDownArgs { items, h: scratch.h.at, partial: scratch.partial.at };
+            for (which, how) in [(0, "gemm"), (1, "  gate_up"), (2, "  down"), (3, "  combine")] {
+                let us = time_graph(&gpu, || {
                     // SAFETY: as in `layer`.
                     unsafe {
-                        gpu.kernels.gemm_gate_up(&gpu.stream, &scratch.gate_up(items)).expect("gemm_gate_up");
-                        gpu.kernels.gemm_down(&gpu.stream, &scratch.down(items)).expect("gemm_down");
-                        gpu.kernels.combine(&gpu.stream, &scratch.combine(tokens)).expect("combine");
+                        if which < 2 {
+                            gpu.kernels.gemm_gate_up(&gpu.stream, &gate_up).expect("gemm_gate_up");
+                        }
+                        if which % 2 == 0 {
+                            gpu.kernels.gemm_down(&gpu.stream, &down).expect("gemm_down");
+                        }
+                        if which % 3 == 0 {
+                            gpu.kernels.combine(&gpu.stream, &scratch.combine(tokens)).expect("combine");
+                        }
                     }
                 });
-                report("gemm", gemm);
+                report(how, us);
             }
         }
     }

@@ -3,12 +3,14 @@
 use candle_core::{CpuStorage, CustomOp3, D, DType, Device, Layout, Result, Shape, Tensor};
 
 use super::cpu;
+use super::prefill_attention::{Look, PrefillAttention};
 use crate::arch::Mask;
 
 /// Up to this many tokens the CPU walks the cache itself; for more, matrix products win.
 const WALK_UP_TO: usize = 4;
 
-/// Scores held at once, in elements: bounds the memory of a long prompt's attention (64 MiB in F32).
+/// Scores held at once, in elements, where they are held at all: bounds the memory of a long prompt's attention (64 MiB in
+/// F32).
 pub(crate) const SCORES_AT_ONCE: usize = 16 << 20;
 
 /// How queries look at keys.
@@ -20,6 +22,8 @@ pub(super) struct Attend {
     pub(super) sinks: Option<Tensor>,
     /// The same on the host.
     host_sinks: Option<Vec<f32>>,
+    /// On a GPU: for many queries.
+    prefill: Option<PrefillAttention>,
 }
 
 impl Attend {
@@ -28,7 +32,12 @@ impl Attend {
         let sinks = sinks.map(|s| s.to_dtype(DType::F32)).transpose()?;
         let host_sinks = sinks.as_ref().map(|s| s.to_device(&Device::Cpu)?.to_vec1()).transpose()?;
         let sinks = sinks.map(|s| s.reshape(((), 1, 1))).transpose()?;
-        Ok(Self { scale: scale as f32, mask, sinks, host_sinks })
+        Ok(Self { scale: scale as f32, mask, sinks, host_sinks, prefill: None })
+    }
+
+    /// With a kernel for many queries.
+    pub(super) fn with_prefill(self, prefill: Option<PrefillAttention>) -> Self {
+        Self { prefill, ..self }
     }
 
     /// `q [heads, tokens, key width]` from `position` on, over `k [kv_heads, position + tokens, key width]` and
@@ -36,6 +45,12 @@ impl Attend {
     pub(super) fn forward(&self, q: &Tensor, k: &Tensor, v: &Tensor, position: usize) -> Result<Tensor> {
         if cpu::applies(q) && q.dim(1)? <= WALK_UP_TO {
             return q.apply_op3_no_bwd(k, v, &Walk { attend: self, position });
+        }
+        if let Some(prefill) = &self.prefill
+            && prefill.takes(q, k, v)?
+        {
+            let look = Look { scale: self.scale, mask: self.mask, sinks: self.sinks.as_ref(), position };
+            return prefill.forward(q, k, v, look);
         }
         self.forward_candle(q, k, v, position)
     }

@@ -8,6 +8,7 @@ use super::heads::HeadSplit;
 use super::kv_cache::LayerKv;
 use super::linear::Linear;
 use super::norm::RmsNorm;
+use super::prefill_attention::PrefillAttention;
 use super::rope::RotaryTable;
 use super::step::Step;
 use crate::arch::{AttentionPlan, QkNormKind, TemperaturePlan};
@@ -54,6 +55,11 @@ impl Attention {
         let heads = HeadSplit::new(plan, head_norm, like.dtype(), like.device())?;
         let attend = Attend::new(plan.scale, plan.mask, sinks)?;
         Ok(Self { qkv, out, full_norm, clip: plan.clip, heads, temperature: plan.temperature, attend })
+    }
+
+    /// With a kernel for prompts.
+    pub(crate) fn with_prefill(self, prefill: Option<PrefillAttention>) -> Self {
+        Self { attend: self.attend.with_prefill(prefill), ..self }
     }
 
     /// Attends from `x [tokens, hidden]` to itself and all before it. Appends to `kv`.

@@ -22,6 +22,7 @@ pub mod latent;
 pub mod linear;
 pub mod moe;
 pub mod norm;
+pub mod prefill_attention;
 pub mod rope;
 pub mod router;
 pub mod step;

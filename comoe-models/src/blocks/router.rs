@@ -2,12 +2,16 @@
 
 use candle_core::{DType, Device, Tensor};
 use half::{bf16, f16};
+use rayon::prelude::*;
 
 use super::linear::Linear;
 use super::norm::RmsNorm;
 use super::step::Step;
 use crate::arch::{GroupScore, Groups, Normalise, RouterPlan, RouterPrecision, Score};
 use crate::error::{Error, Result};
+
+/// Rows that one thread routes at a time: about 50 us with 128 experts.
+const ROWS_A_TASK: usize = 32;
 
 /// A router: projection, scores, choice, weights.
 #[derive(Debug, Clone)]
@@ -92,8 +96,31 @@ impl Router {
     }
 }
 
-/// Routes rows of `experts` logits. The error is the first row with an output that is no number.
+/// Routes rows of `experts` logits, those of a prompt on every thread. The error is the first row with an output that is
+/// no number.
 fn route(
+    logits: &[f32],
+    experts: usize,
+    plan: &RouterPlan,
+    extras: &RouterExtras,
+) -> std::result::Result<(Vec<u32>, Vec<f32>), usize> {
+    if logits.len() <= ROWS_A_TASK * experts {
+        return route_rows(logits, experts, plan, extras);
+    }
+    let tasks = logits.par_chunks(ROWS_A_TASK * experts).enumerate();
+    let parts: Vec<_> = tasks
+        .map(|(i, rows)| route_rows(rows, experts, plan, extras).map_err(|token| i * ROWS_A_TASK + token))
+        .collect();
+    let (mut ids, mut weights) = (Vec::new(), Vec::new());
+    for part in parts {
+        let (part_ids, part_weights) = part?;
+        ids.extend(part_ids);
+        weights.extend(part_weights);
+    }
+    Ok((ids, weights))
+}
+
+fn route_rows(
     logits: &[f32],
     experts: usize,
     plan: &RouterPlan,
@@ -334,5 +361,24 @@ mod tests {
         let x = (random(&[2, 8], 1) * f64::NAN).unwrap();
         let e = router.forward(&x, Step::At(0)).unwrap_err().to_string();
         assert!(e.contains("layer 3") && e.contains("token 0"), "{e}");
+    }
+    #[test]
+    fn rows_of_a_prompt_are_routed_as_they_would_be_alone() {
+        let (rows, experts) = (3 * ROWS_A_TASK + 5, 16);
+        let plan = RouterPlan::softmax(4, true);
+        let mut logits = random(&[rows * experts], 5).to_vec1::<f32>().unwrap();
+        let together = route(&logits, experts, &plan, &RouterExtras::default()).unwrap();
+        let alone =
+            logits.chunks(experts).map(|r| route(r, experts, &plan, &RouterExtras::default()).unwrap());
+        let (ids, weights): (Vec<_>, Vec<_>) = alone.unzip();
+        assert_eq!(together, (ids.concat(), weights.concat()));
+        for bad in [2 * ROWS_A_TASK + 7, ROWS_A_TASK] {
+            logits[bad * experts + 3] = f32::NAN;
+            assert_eq!(
+                route(&logits, experts, &plan, &RouterExtras::default()),
+                Err(bad),
+                "the first is told"
+            );
+        }
     }
 }

@@ -45,7 +45,7 @@ mod norm;
 mod route;
 mod sample;
 
-static FATBIN: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/kernels.fatbin"));
+pub(crate) static FATBIN: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/kernels.fatbin"));
 
 /// Most tokens of one launch, where the arguments do not say otherwise.
 pub const MOST_TOKENS: usize = 32;

@@ -15,6 +15,7 @@ use crate::blocks::latent::{LatentAttention, LatentWeights, Query};
 use crate::blocks::linear::Linear;
 use crate::blocks::moe::{Moe, Parallel, Shared};
 use crate::blocks::norm::{Norm, RmsNorm};
+use crate::blocks::prefill_attention::PrefillAttention;
 use crate::blocks::router::{Router, RouterExtras};
 use crate::decoder::{Ffn, Mixer};
 use crate::error::Result;
@@ -25,6 +26,8 @@ pub(crate) struct Builder<'a, 'w> {
     pub(crate) plan: &'a DecoderPlan,
     /// Ends in a dot.
     pub(crate) prefix: String,
+    /// For the attention of prompts, where the device has a kernel for it.
+    pub(crate) prefill: Option<PrefillAttention>,
 }
 
 impl Builder<'_, '_> {
@@ -104,7 +107,8 @@ impl Builder<'_, '_> {
             }
         };
         let sinks = if plan.sinks { Some(self.tensor("self_attn.sinks", &[plan.heads])?) } else { None };
-        Ok(Attention::new(plan, AttentionWeights { qkv, out, qk_norm, sinks }, &weight)?)
+        let attention = Attention::new(plan, AttentionWeights { qkv, out, qk_norm, sinks }, &weight)?;
+        Ok(attention.with_prefill(self.prefill.clone()))
     }
 
     fn latent(&mut self, plan: &LatentPlan) -> Result<LatentAttention> {

@@ -1,12 +1,12 @@
 //! What a model needs of GPU memory beside its experts: computed before anything is loaded.
 
-use comoe_core::ExpertFormat;
-use comoe_core::backend::cuda::{self, ResidentFormat};
+use comoe_core::backend::cuda;
 
 use super::LoadOptions;
 use crate::arch::{DecoderPlan, MixerPlan};
 use crate::blocks::attend::SCORES_AT_ONCE;
-use crate::decoder::CHUNK;
+use crate::blocks::prefill_attention::takes_heads;
+use crate::chunk::chunk_tokens;
 
 /// GPU memory as it was planned, in bytes. What is left is for experts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -36,28 +36,28 @@ impl DeviceMemory {
 
 /// Activations of the largest step: a chunk of a prompt.
 pub(super) fn workspace_bytes(plan: &DecoderPlan, context: usize, options: &LoadOptions) -> u64 {
-    let tokens = CHUNK.min(context);
+    let tokens = chunk_tokens(plan, context, true).min(context);
     let element = options.dtype.size_in_bytes();
-    let experts = plan.moe_layers().map(|(_, moe)| {
-        let format = match options.cuda.resident {
-            ResidentFormat::Bf16 => ExpertFormat::Bf16,
-            _ => options.format.unwrap_or(ExpertFormat::Bf16),
-        };
-        cuda::workspace_bytes(&moe.expert, format, tokens, moe.router.top_k)
-    });
-    // Scores in the model's dtype, and about four copies in F32 on the way to probabilities.
-    let softmax = |heads: usize| {
+    let experts = plan
+        .moe_layers()
+        .map(|(_, moe)| cuda::workspace_bytes(&moe.expert, options.dtype, tokens, moe.router.top_k));
+    // Where they are held: scores in the model's dtype, and about four copies in F32 on the way to probabilities.
+    let softmax = |heads: usize, key_width: usize, value_width: usize| {
+        if takes_heads(options.dtype, key_width, value_width) {
+            return 0;
+        }
         (heads * tokens * context).min(SCORES_AT_ONCE.max(heads * context)) * (2 * element + 4 * 4)
     };
     let mixer = plan.layers.iter().map(|l| match &l.mixer {
         // q, k and v, split, rotated and joined; the output and its transposes.
         MixerPlan::Attention(a) => {
-            softmax(a.heads) + tokens * (a.heads + 2 * a.kv_heads) * a.head_dim * element * 6
+            softmax(a.heads, a.head_dim, a.head_dim)
+                + tokens * (a.heads + 2 * a.kv_heads) * a.head_dim * element * 6
         }
         // Queries and results as wide as the latent, and the latents without their rotated keys.
         MixerPlan::Latent(a) => {
             let wide = tokens * a.heads * (a.latent + a.rope_dim) * element * 6;
-            softmax(a.heads) + wide + context * a.latent * element
+            softmax(a.heads, a.latent + a.rope_dim, a.latent) + wide + context * a.latent * element
         }
         MixerPlan::Conv(c) => tokens * c.width * element * 8,
     });
@@ -81,7 +81,8 @@ mod tests {
     fn workspace_grows_with_the_context_up_to_the_scores_held_at_once() {
         let config = ConfigFile::parse(Path::new("config.json"), &tiny_config().to_string()).unwrap();
         let plan = crate::arch::plan(&config).unwrap();
-        let options = LoadOptions { dtype: DType::BF16, ..LoadOptions::default() };
+        // F16 has no kernel without scores.
+        let options = LoadOptions { dtype: DType::F16, ..LoadOptions::default() };
         let bytes = |context| workspace_bytes(&plan, context, &options);
         assert!(bytes(16) < bytes(512) && bytes(512) < bytes(4096));
         let MixerPlan::Attention(attention) = &plan.layers[0].mixer else { panic!("attention") };

@@ -133,6 +133,17 @@ impl CopyQueues {
         (record != NOTHING).then_some(RecordIndex(record))
     }
 
+    /// Copies one slot to another, at once. `false` when one of them does not exist or is in use.
+    pub(super) fn copy_slot(&self, from: SlotId, to: SlotId) -> bool {
+        let (Some(source), Some(mut target)) = (self.slab().read(from), self.slab().write(to)) else {
+            return false;
+        };
+        target.copy_from_slice(&source);
+        let record = self.shared.holds[from.0 as usize].load(Ordering::Acquire);
+        self.shared.holds[to.0 as usize].store(record, Ordering::Release);
+        true
+    }
+
     /// Enqueues a batch behind `after` and everything earlier on `queue`. Never blocks for a copy. Reports a fill that
     /// has failed meanwhile.
     pub(super) fn fill(&self, queue: Queue, after: &[Ticket], fills: &[Fill]) -> Result<Ticket> {

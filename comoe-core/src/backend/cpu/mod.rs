@@ -114,6 +114,17 @@ impl Backend for CpuBackend {
         Ok(())
     }
 
+    fn copy(&mut self, slots: &[(SlotId, SlotId)]) -> Result<()> {
+        let queues = self.queues()?;
+        for &(from, to) in slots {
+            if !queues.copy_slot(from, to) {
+                return Err(unreadable(queues.slab(), from, queues.slab().slot_bytes()));
+            }
+        }
+        self.computed += 1;
+        Ok(())
+    }
+
     fn finish(&mut self) -> Result<Tensor> {
         self.step.finish()
     }

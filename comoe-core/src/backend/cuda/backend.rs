@@ -4,7 +4,7 @@ use std::borrow::Cow;
 use std::sync::Arc;
 
 use candle_core::{CudaDevice, DType, Device, Tensor};
-use cudarc::driver::CudaStream;
+use cudarc::driver::{CudaStream, result};
 
 use super::arena::Arena;
 use super::batch;
@@ -12,14 +12,15 @@ use super::compute::{Compute, address_of};
 use super::context::{Doing, Gpu};
 use super::copies::{Copies, Slots};
 use super::kernels::{
-    CombineArgs, DequantArgs, DeviceItem, DownArgs, GateUpArgs, GatherArgs, Items, Kernels,
+    CombineArgs, DeviceItem, DownArgs, GateUpArgs, GatherArgs, Items, Kernels, gemm_stride,
 };
+use super::many::GemmX;
 use super::options::CudaOptions;
 use super::slab::Slab;
 use super::tables::Tables;
 use super::timeline::Timelines;
 use super::upload::{UploadRing, bytes_of};
-use super::workspace::{DENSE_BYTES, MOST_GEMV_TOKENS};
+use super::workspace::MOST_GEMV_TOKENS;
 use crate::backend::{
     Backend, BackendInfo, DeviceDriver, Fill, Queue, SlotId, Ticket, TransferTime, Work, WorkItem,
 };
@@ -38,10 +39,11 @@ pub struct CudaBackend {
     copies: Option<Copies>,
     step: Option<Step>,
     pub(super) kernels: Arc<Kernels>,
-    upload: UploadRing,
-    hidden: Workspace,
-    partial: Workspace,
-    dense: Workspace,
+    pub(super) upload: UploadRing,
+    pub(super) hidden: Workspace,
+    pub(super) partial: Workspace,
+    /// x in BF16, where it does not come so.
+    pub(super) rounded: Workspace,
     /// Of the driver on the GPU, once it has been used.
     pub(super) tables: Option<Tables>,
     pub(super) compute: Compute,
@@ -61,20 +63,21 @@ enum Step {
     Gather { out: Tensor, address: u64, bytes: usize, caller: Arc<CudaStream> },
 }
 
-struct Ffn {
-    spec: ExpertSpec,
-    layout: ExpertLayout,
+pub(super) struct Ffn {
+    pub(super) spec: ExpertSpec,
+    pub(super) layout: ExpertLayout,
     /// Kept so that its memory is not reused before the kernels that read it are ordered.
-    x: Tensor,
-    x_address: u64,
+    pub(super) x: Tensor,
+    pub(super) x_address: u64,
     y: Tensor,
     y_address: u64,
-    weights: Vec<f32>,
-    tokens: usize,
-    top_k: usize,
-    dense: bool,
+    pub(super) weights: Vec<f32>,
+    pub(super) tokens: usize,
+    pub(super) top_k: usize,
     /// The weighted sum was part of the one launch that served every assignment.
     summed: bool,
+    /// Present where the GEMM multiplies.
+    gemm: Option<GemmX>,
     caller: Arc<CudaStream>,
 }
 
@@ -102,6 +105,10 @@ impl Workspace {
     pub(super) fn bytes(&self) -> usize {
         self.slab.bytes()
     }
+
+    pub(super) fn address(&self) -> u64 {
+        self.slab.address()
+    }
 }
 
 fn not_begun() -> Error {
@@ -122,11 +129,11 @@ impl CudaBackend {
         Ok(Self {
             copies: None,
             step: None,
+            upload: UploadRing::new(&gpu, &kernels)?,
             kernels,
-            upload: UploadRing::new(&gpu)?,
             hidden: Workspace::new(&gpu, "the experts' hidden activations")?,
             partial: Workspace::new(&gpu, "the experts' outputs")?,
-            dense: Workspace::new(&gpu, "dequantised experts")?,
+            rounded: Workspace::new(&gpu, "a step's input in bf16")?,
             tables: None,
             compute: Compute::new(&gpu)?,
             timelines: Arc::new(Timelines::new(&gpu)?),
@@ -178,13 +185,14 @@ impl CudaBackend {
         // SAFETY: `combine` writes every element before anyone reads one.
         let y = unsafe { Tensor::empty((tokens, spec.hidden), x.dtype(), x.device()) }?;
         let (x_address, y_address) = (address_of(&x, &caller)?, address_of(&y, &caller)?);
+        // F32 asks for precision, which the GEMM, in BF16, does not have.
+        let many = tokens > MOST_GEMV_TOKENS && x.dtype() != DType::F32;
+        let h_row = if many { 2 * gemm_stride(spec.intermediate) } else { 4 * spec.intermediate };
         let rows = tokens * top_k;
-        self.hidden.reserve(&self.gpu, 4 * rows * spec.intermediate)?;
+        self.hidden.reserve(&self.gpu, rows * h_row)?;
         self.partial.reserve(&self.gpu, 4 * rows * spec.hidden)?;
         self.compute.enter(&caller)?;
-        // F32 asks for precision, which the dense path, in BF16, does not have.
-        let dense = tokens > MOST_GEMV_TOKENS && x.dtype() != DType::F32;
-        Ok(Ffn {
+        let mut ffn = Ffn {
             spec: *spec,
             layout: match self.options.expansions.is_empty() {
                 true => *layout,
@@ -197,40 +205,34 @@ impl CudaBackend {
             weights: weights.to_vec(),
             tokens,
             top_k,
-            dense,
             summed: false,
+            gemm: None,
             caller,
-        })
+        };
+        if many {
+            ffn.gemm = Some(self.prepare_x(&ffn)?);
+        }
+        Ok(ffn)
     }
 
-    /// Uploads what one launch reads, as one piece: its items, the assignments they index, and weights. Returns the
-    /// three addresses; they hold for launches that are enqueued before the next upload.
-    fn upload_launch(
-        &mut self,
-        items: &[DeviceItem],
-        assignments: &[u32],
-        weights: &[f32],
-    ) -> Result<Uploaded> {
-        let parts = [bytes_of(items), bytes_of(assignments), bytes_of(weights)];
-        let items = self.upload.upload(self.compute.stream(), parts.iter().map(|p| p.len()).sum(), |to| {
-            let mut to = to;
-            for part in parts {
-                let (head, tail) = to.split_at_mut(part.len());
-                head.copy_from_slice(part);
-                to = tail;
-            }
-        })?;
-        let assignments = items + parts[0].len() as u64;
-        Ok(Uploaded { items, assignments, weights: assignments + parts[1].len() as u64 })
+    /// Uploads what one launch reads, as one piece, and returns the parts' addresses; they hold for launches that are
+    /// enqueued before the next upload.
+    pub(super) fn upload_parts<const N: usize>(&mut self, parts: [&[u8]; N]) -> Result<[u64; N]> {
+        let mut at =
+            self.upload.upload(self.compute.stream(), parts.iter().map(|p| p.len()).sum(), |to| {
+                let mut to = to;
+                for part in parts {
+                    let (head, tail) = to.split_at_mut(part.len());
+                    head.copy_from_slice(part);
+                    to = tail;
+                }
+            })?;
+        Ok(parts.map(|part| {
+            let start = at;
+            at += part.len() as u64;
+            start
+        }))
     }
-}
-
-/// Addresses on the GPU.
-#[derive(Clone, Copy)]
-struct Uploaded {
-    items: u64,
-    assignments: u64,
-    weights: u64,
 }
 
 /// Work items as the kernels read them, and their assignments in one list.
@@ -258,83 +260,44 @@ impl CudaBackend {
             return Err(Error::BadArgument { what: "work items", reason });
         }
         let (items, assignments) = device_items(&self.slots()?, work, ffn.layout.record_bytes)?;
-        match ffn.dense && ffn.layout.format != ExpertFormat::Bf16 {
-            true => self.run_dequantised(ffn, &items, &assignments),
-            false => self.multiply(ffn, &ffn.layout, &items, &assignments),
+        match ffn.gemm {
+            Some(x) => self.multiply_many(ffn, x, &items, &assignments).map(|()| false),
+            None => self.multiply(ffn, &items, &assignments),
         }
     }
 
-    /// Expands as many records at a time as the workspace holds, and multiplies those.
-    fn run_dequantised(&mut self, ffn: &Ffn, items: &[DeviceItem], assignments: &[u32]) -> Result<bool> {
-        let layout = ExpertLayout::new(&ffn.spec, ExpertFormat::Bf16);
-        let group = (DENSE_BYTES / layout.record_bytes).max(1);
-        let base = self.dense.reserve(&self.gpu, group * layout.record_bytes)?;
-        for part in items.chunks(group) {
-            let place = |i: usize| base + (i * layout.record_bytes) as u64;
-            let expand: Vec<_> =
-                part.iter().enumerate().map(|(i, it)| DeviceItem { dst: place(i), ..*it }).collect();
-            let dense: Vec<_> =
-                part.iter().enumerate().map(|(i, it)| DeviceItem { src: place(i), ..*it }).collect();
-            let at = self.upload_launch(&expand, &[], &[])?;
-            let args = DequantArgs { from: &ffn.layout, to: &layout, items: at.items, len: expand.len() };
-            // SAFETY: sources are slots that the schedule made compute wait for; places are inside the workspace, do
-            // not overlap, and are rewritten only behind their readers, on the same stream.
-            unsafe { self.kernels.dequant(self.compute.stream(), &args) }?;
-            self.multiply(ffn, &layout, &dense, assignments)?;
-        }
-        Ok(false)
-    }
-
-    fn multiply(
-        &mut self,
-        ffn: &Ffn,
-        layout: &ExpertLayout,
-        items: &[DeviceItem],
-        assignments: &[u32],
-    ) -> Result<bool> {
+    /// Enqueues the GEMVs, and with all of the step's work its sum: then `true`.
+    fn multiply(&mut self, ffn: &Ffn, items: &[DeviceItem], assignments: &[u32]) -> Result<bool> {
         let most = items.iter().map(|i| i.count as usize).max().unwrap_or(0);
+        let len = items.len();
         let on_input = ffn.spec.weight_on == WeightOn::Input;
         // Every assignment is served once, so this launch is then the only one.
-        let whole = !ffn.dense && assignments.len() == ffn.weights.len();
+        let whole = assignments.len() == ffn.weights.len();
         let weights: &[f32] = if on_input || whole { &ffn.weights } else { &[] };
-        let at = self.upload_launch(items, assignments, weights)?;
-        let items = Items {
-            layout,
-            items: at.items,
-            len: items.len(),
-            assignments: at.assignments,
-            most,
-            tokens: ffn.tokens,
-        };
-        let h = self.hidden.slab.address();
+        let [items, assignments, weights] =
+            self.upload_parts([bytes_of(items), bytes_of(assignments), bytes_of(weights)])?;
+        let items = Items { layout: &ffn.layout, items, len, assignments, most, tokens: ffn.tokens };
+        let h = self.hidden.address();
         let gate_up = GateUpArgs {
             items,
             activation: ffn.spec.activation,
             x: ffn.x_address,
             x_dtype: ffn.x.dtype(),
             top_k: ffn.top_k,
-            input_weights: if on_input { at.weights } else { 0 },
+            input_weights: if on_input { weights } else { 0 },
             h,
         };
-        let down = DownArgs { items, h, partial: self.partial.slab.address() };
-        let combine = self.combine_args(ffn, if on_input { 0 } else { at.weights });
+        let down = DownArgs { items, h, partial: self.partial.address() };
+        let combine = self.combine_args(ffn, if on_input { 0 } else { weights });
         let stream = self.compute.stream();
         // SAFETY: x and y live in the step; items, assignments and weights were just uploaded on this stream; h and
-        // partial have a row per assignment, which `run_ffn` checked; records are in slots (or the workspace) that
-        // compute was made to wait for.
+        // partial have a row per assignment, which `run_ffn` checked; records are in slots that compute was made to
+        // wait for.
         unsafe {
-            match ffn.dense {
-                true => {
-                    self.kernels.gemm_gate_up(stream, &gate_up)?;
-                    self.kernels.gemm_down(stream, &down)?;
-                }
-                false => {
-                    self.kernels.gate_up(stream, &gate_up)?;
-                    match whole {
-                        true => self.kernels.down_combine(stream, &down, &combine)?,
-                        false => self.kernels.down(stream, &down)?,
-                    }
-                }
+            self.kernels.gate_up(stream, &gate_up)?;
+            match whole {
+                true => self.kernels.down_combine(stream, &down, &combine)?,
+                false => self.kernels.down(stream, &down)?,
             }
         }
         Ok(whole)
@@ -342,7 +305,7 @@ impl CudaBackend {
 
     fn combine_args(&self, ffn: &Ffn, weights: u64) -> CombineArgs {
         CombineArgs {
-            partial: self.partial.slab.address(),
+            partial: self.partial.address(),
             weights,
             tokens: ffn.tokens,
             top_k: ffn.top_k,
@@ -356,7 +319,7 @@ impl CudaBackend {
         if !ffn.summed {
             let weights = match ffn.spec.weight_on {
                 WeightOn::Input => 0,
-                WeightOn::Output => self.upload_launch(&[], &[], &ffn.weights)?.weights,
+                WeightOn::Output => self.upload_parts([bytes_of(&ffn.weights)])?[0],
             };
             let args = self.combine_args(&ffn, weights);
             // SAFETY: partial has a row per assignment, each written by `run`; y is `[tokens, hidden]` of its dtype.
@@ -379,14 +342,9 @@ impl CudaBackend {
 
     fn run_gather(&mut self, address: u64, bytes: usize, work: &[WorkItem]) -> Result<()> {
         let (items, assignments) = device_items(&self.slots()?, work, bytes)?;
-        let at = self.upload_launch(&items, &assignments, &[])?;
-        let args = GatherArgs {
-            items: at.items,
-            len: items.len(),
-            assignments: at.assignments,
-            bytes,
-            out: address,
-        };
+        let len = items.len();
+        let [items, assignments] = self.upload_parts([bytes_of(&items), bytes_of(&assignments)])?;
+        let args = GatherArgs { items, len, assignments, bytes, out: address };
         // SAFETY: slots are ones that compute was made to wait for; the result has a row per assignment.
         unsafe { self.kernels.gather(self.compute.stream(), &args) }
     }
@@ -492,6 +450,19 @@ impl Backend for CudaBackend {
             Step::Gather { address, bytes, .. } => self.run_gather(*address, *bytes, items)?,
         }
         self.step = Some(step);
+        Ok(())
+    }
+
+    fn copy(&mut self, slots: &[(SlotId, SlotId)]) -> Result<()> {
+        self.gpu.bind()?;
+        let all = self.slots()?;
+        let stream = self.compute.stream().cu_stream();
+        for &(from, to) in slots {
+            let (from, to) = (all.address(from, all.stride)?, all.address(to, all.stride)?);
+            // SAFETY: both are slots of the slab; the schedule made compute wait for the fills of both, and refills
+            // neither before a later mark.
+            unsafe { result::memcpy_dtod_async(to, from, all.stride, stream) }.doing("copying a slot")?;
+        }
         Ok(())
     }
 

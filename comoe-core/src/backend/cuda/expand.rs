@@ -26,7 +26,7 @@ impl Expander {
         Ok(Self {
             kernels: kernels.clone(),
             expansions: expansions.clone(),
-            ring: UploadRing::new(gpu)?,
+            ring: UploadRing::new(gpu, kernels)?,
             items: Vec::new(),
             layer: 0,
         })

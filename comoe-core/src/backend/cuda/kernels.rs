@@ -11,6 +11,8 @@ use cudarc::nvrtc::Ptx;
 
 pub use self::args::{CombineArgs, DequantArgs, DeviceItem, DownArgs, GateUpArgs, GatherArgs, Items};
 use self::by_value::{Act, Input, Record};
+use self::gemm::Gemm;
+pub use self::gemm::{GemmDownArgs, GemmGateUpArgs, GemmItems, GemmRoundArgs, GemmTile, gemm_stride};
 use self::one_token::OneToken;
 
 use crate::error::{Error, Result};
@@ -20,6 +22,7 @@ use crate::format::ExpertFormat;
 mod args;
 mod by_value;
 mod early;
+mod gemm;
 mod one_token;
 
 pub(super) use early::launch_early;
@@ -108,10 +111,10 @@ pub struct Kernels {
     down: [Gemv; FORMATS.len()],
     one_token: OneToken,
     dequant: [CudaFunction; FORMATS.len()],
-    gemm_gate_up: CudaFunction,
-    gemm_down: CudaFunction,
+    gemm: Gemm,
     combine: CudaFunction,
     gather: CudaFunction,
+    pull: CudaFunction,
     resolve: CudaFunction,
 }
 
@@ -185,10 +188,10 @@ impl Kernels {
             down: per_format(|format| gemv("down", format))?,
             one_token: OneToken::load(&module, shared_limit, major >= 9).map_err(fail)?,
             dequant: per_format(|format| function(&format!("dequant_{format}")))?,
-            gemm_gate_up: function("gemm_gate_up")?,
-            gemm_down: function("gemm_down")?,
+            gemm: Gemm::load(&module).map_err(fail)?,
             combine: function("combine")?,
             gather: function("gather")?,
+            pull: function("pull")?,
             resolve: function("resolve")?,
         })
     }
@@ -369,101 +372,6 @@ impl Kernels {
         Ok(())
     }
 
-    fn check_bf16(layout: &ExpertLayout) -> Result<()> {
-        match layout.format {
-            ExpertFormat::Bf16 => Ok(()),
-            other => {
-                let reason = format!("expected bf16 records (dequantise first), found {other}");
-                Err(Error::BadArgument { what: "expert format", reason })
-            }
-        }
-    }
-
-    /// As [`Kernels::gate_up`] over BF16 records, as a grouped GEMM for many tokens: x is rounded to BF16, `dst` is not
-    /// written.
-    ///
-    /// # Errors
-    /// As [`Kernels::gate_up`]; [`Error::BadArgument`] for records of another format.
-    ///
-    /// # Safety
-    /// As [`Kernels::gate_up`].
-    pub unsafe fn gemm_gate_up(&self, stream: &Arc<CudaStream>, args: &GateUpArgs<'_>) -> Result<()> {
-        let input = self.x_input(args)?;
-        let blocks = args.items.layout.gate.rows.div_ceil(32);
-        // SAFETY: the caller keeps this function's contract.
-        unsafe {
-            self.gemm(
-                "gemm_gate_up",
-                stream,
-                &self.gemm_gate_up,
-                &args.items,
-                blocks,
-                input,
-                args.activation,
-                args.h,
-            )
-        }
-    }
-
-    /// As [`Kernels::down`] over BF16 records, as a grouped GEMM for many tokens: h is rounded to BF16, `dst` is not
-    /// written.
-    ///
-    /// # Errors
-    /// As [`Kernels::gemm_gate_up`].
-    ///
-    /// # Safety
-    /// As [`Kernels::gate_up`].
-    pub unsafe fn gemm_down(&self, stream: &Arc<CudaStream>, args: &DownArgs<'_>) -> Result<()> {
-        let input = Input { data: args.h, row_weights: 0, dtype: 0, per_row: 1 };
-        let blocks = args.items.layout.down.rows.div_ceil(64);
-        // SAFETY: the caller keeps this function's contract.
-        unsafe {
-            self.gemm(
-                "gemm_down",
-                stream,
-                &self.gemm_down,
-                &args.items,
-                blocks,
-                input,
-                Activation::Silu,
-                args.partial,
-            )
-        }
-    }
-
-    #[expect(clippy::too_many_arguments, reason = "one place for the two GEMMs, private")]
-    unsafe fn gemm(
-        &self,
-        what: &'static str,
-        stream: &Arc<CudaStream>,
-        function: &CudaFunction,
-        items: &Items<'_>,
-        blocks: usize,
-        input: Input,
-        activation: Activation,
-        out: u64,
-    ) -> Result<()> {
-        Self::check_bf16(items.layout)?;
-        if items.len == 0 || items.most == 0 {
-            return Ok(());
-        }
-        let config = LaunchConfig {
-            grid_dim: (
-                blocks as u32,
-                grid_extent("assignments of one expert / 64", items.most.div_ceil(64))?,
-                grid_extent("items", items.len)?,
-            ),
-            block_dim: (128, 1, 1),
-            shared_mem_bytes: 0,
-        };
-        let (record, act) = (Record::new(items.layout), Act::new(activation));
-        let mut launch = stream.launch_builder(function);
-        launch.arg(&items.items).arg(&items.assignments).arg(&record).arg(&input).arg(&act).arg(&out);
-        // SAFETY: types and order are those of kernels/gemm.cu; the addresses are the caller's promise.
-        unsafe { launch.launch(config) }.map_err(|error| self.launch_error(what, error))?;
-        Ok(())
-    }
-
     /// Enqueues dequantisation on load: every item's record becomes a BF16 record at its `dst`, padding and biases
     /// included.
     ///
@@ -474,7 +382,10 @@ impl Kernels {
     /// # Safety
     /// Items, sources and destinations must be valid on the stream's GPU until the kernel is done, and not overlap.
     pub unsafe fn dequant(&self, stream: &Arc<CudaStream>, args: &DequantArgs<'_>) -> Result<()> {
-        Self::check_bf16(args.to)?;
+        if args.to.format != ExpertFormat::Bf16 {
+            let reason = format!("expected bf16 to expand to, found {}", args.to.format);
+            return Err(Error::BadArgument { what: "expert format", reason });
+        }
         let shape = |l: &ExpertLayout| (l.down.rows, l.down.cols, l.bias.is_some());
         if shape(args.from) != shape(args.to) {
             let reason = format!(
@@ -523,6 +434,31 @@ impl Kernels {
         launch.arg(&args.partial).arg(&args.weights).arg(&top_k).arg(&hidden).arg(&dtype).arg(&args.y);
         // SAFETY: types and order are those of kernels/combine.cu; the addresses are the caller's promise.
         unsafe { launch.launch(config) }.map_err(|error| self.launch_error("combine", error))?;
+        Ok(())
+    }
+
+    /// Enqueues a copy of `bytes` bytes, rounded up to 16, from page-locked memory at `from`.
+    ///
+    /// # Errors
+    /// [`Error::Device`] when the launch fails.
+    ///
+    /// # Safety
+    /// Both addresses are aligned to 16 bytes, and valid on the stream's GPU for the bytes rounded up until the kernel is
+    /// done.
+    pub unsafe fn pull(&self, stream: &Arc<CudaStream>, from: u64, to: u64, bytes: usize) -> Result<()> {
+        let pieces = bytes.div_ceil(16) as u32;
+        if pieces == 0 {
+            return Ok(());
+        }
+        let config = LaunchConfig {
+            grid_dim: (pieces.div_ceil(256).min(32), 1, 1),
+            block_dim: (256, 1, 1),
+            shared_mem_bytes: 0,
+        };
+        let mut launch = stream.launch_builder(&self.pull);
+        launch.arg(&from).arg(&to).arg(&pieces);
+        // SAFETY: types and order are those of kernels/combine.cu; the addresses are the caller's promise.
+        unsafe { launch.launch(config) }.map_err(|error| self.launch_error("pull", error))?;
         Ok(())
     }
 

@@ -1,10 +1,10 @@
 //! CUDA: slots in one allocation, records in page-locked memory, copies on streams of their own, fused kernels.
 //!
 //! Reading order: `context` (devices), `slab` and `pinned` (memory), `arena` (records in page-locked memory),
-//! `timeline` (streams and tickets), `batch`, `expand`, `sender`, `bounce` and `copies` (the copy queues), `compute` and `upload` (the
-//! compute queue), `kernels`, and the backend that puts them together. `device`, `tables` and `resolve` are the driver
-//! whose tables live on the GPU. A backend serves one GPU and nothing here is
-//! global, so several GPUs are several backends.
+//! `timeline` (streams and tickets), `batch`, `expand`, `sender`, `bounce` and `copies` (the copy queues), `compute` and
+//! `upload` (the compute queue), `kernels`, and the backend that puts them together, with `many` for steps of many tokens.
+//! `device`, `tables` and `resolve` are the driver whose tables live on the GPU. A backend serves one GPU and nothing here
+//! is global, so several GPUs are several backends.
 
 #[cfg(feature = "cuda")]
 mod arena;
@@ -26,6 +26,8 @@ mod device;
 mod expand;
 #[cfg(feature = "cuda")]
 pub mod kernels;
+#[cfg(feature = "cuda")]
+mod many;
 pub mod measure;
 mod options;
 #[cfg(feature = "cuda")]

@@ -38,15 +38,14 @@ pub struct Items<'a> {
     pub len: usize,
     /// Device address of the list of assignments, u32 each.
     pub assignments: u64,
-    /// About how many assignments an item serves at most: a GEMV chooses its kernel by it, never the result. A GEMM
-    /// serves no more than this.
+    /// About how many assignments an item serves at most: a GEMV chooses its kernel by it, never the result.
     pub most: usize,
     /// Rows of x in the call that the launch is part of. One token has kernels of its own, whose sums are in another
     /// order: the bits of a result depend on this, and on nothing else that changes from step to step.
     pub tokens: usize,
 }
 
-/// Arguments of [`Kernels::gate_up`] and [`Kernels::gemm_gate_up`].
+/// Arguments of [`Kernels::gate_up`].
 #[derive(Debug, Clone, Copy)]
 pub struct GateUpArgs<'a> {
     /// The records.
@@ -65,7 +64,7 @@ pub struct GateUpArgs<'a> {
     pub h: u64,
 }
 
-/// Arguments of [`Kernels::down`] and [`Kernels::gemm_down`].
+/// Arguments of [`Kernels::down`].
 #[derive(Debug, Clone, Copy)]
 pub struct DownArgs<'a> {
     /// The records.
