@@ -63,8 +63,8 @@ impl Router {
     /// step they stay on the device.
     ///
     /// # Errors
-    /// [`Error::BadRouter`] when an output is not a number; in a fused step that is for the caller to look at, see
-    /// [`Fused::check`](super::fused::Fused::check).
+    /// [`Error::BadRouter`] when an output is not a number; in a fused step an error word says so, which the decoder
+    /// looks at when the step is done.
     pub fn forward(&self, x: &Tensor, step: Step<'_>) -> Result<(Tensor, Tensor)> {
         let dtype = x.dtype();
         let mut input = match &self.extras.norm {
