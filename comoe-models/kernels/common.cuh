@@ -1,0 +1,167 @@
+// What all kernels of this crate share. Everything is reached by address; a kernel's arguments come in one struct by
+// value, mirrored field by field in src/cuda/.
+#pragma once
+#include <cstdint>
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+enum Dtype : uint32_t { DT_F32 = 0, DT_BF16 = 1, DT_F16 = 2, DT_I8 = 3 };
+
+constexpr uint32_t kAll = 0xffffffffu;
+
+// Programmatic dependent launch: the next kernel may be set up from here on. It reads nothing of ours before its own
+// wait_for_previous.
+__device__ __forceinline__ void let_next_start() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// Everything that the kernels before this one wrote is visible behind this; before it, only weights may be read and
+// nothing written. Every thread of every kernel passes it, so that no kernel ends before those in front of it.
+__device__ __forceinline__ void wait_for_previous() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ float to_float(float v) { return v; }
+__device__ __forceinline__ float to_float(__nv_bfloat16 v) { return __bfloat162float(v); }
+__device__ __forceinline__ float to_float(__half v) { return __half2float(v); }
+
+template <typename E>
+__device__ __forceinline__ E from_float(float v);
+template <>
+__device__ __forceinline__ float from_float<float>(float v) { return v; }
+template <>
+__device__ __forceinline__ __nv_bfloat16 from_float<__nv_bfloat16>(float v) { return __float2bfloat16_rn(v); }
+template <>
+__device__ __forceinline__ __half from_float<__half>(float v) { return __float2half_rn(v); }
+
+// `v` as the dtype has it.
+__device__ __forceinline__ float rounded(float v, uint32_t dtype) {
+    switch (dtype) {
+        case DT_BF16: return __bfloat162float(__float2bfloat16_rn(v));
+        case DT_F16: return __half2float(__float2half_rn(v));
+        default: return v;
+    }
+}
+
+__device__ __forceinline__ float load_as_float(const void* p, uint32_t dtype, size_t i) {
+    switch (dtype) {
+        case DT_BF16: return __bfloat162float(static_cast<const __nv_bfloat16*>(p)[i]);
+        case DT_F16: return __half2float(static_cast<const __half*>(p)[i]);
+        default: return static_cast<const float*>(p)[i];
+    }
+}
+
+__device__ __forceinline__ void store_from_float(void* p, uint32_t dtype, size_t i, float v) {
+    switch (dtype) {
+        case DT_BF16: static_cast<__nv_bfloat16*>(p)[i] = __float2bfloat16_rn(v); break;
+        case DT_F16: static_cast<__half*>(p)[i] = __float2half_rn(v); break;
+        default: static_cast<float*>(p)[i] = v;
+    }
+}
+
+__device__ __forceinline__ uint32_t word(const uint4& v, int i) {
+    return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w;
+}
+
+// Two values of a 16-bit type in one word.
+__device__ __forceinline__ float2 two_floats(uint32_t w, uint32_t dtype) {
+    if (dtype == DT_BF16) return make_float2(__uint_as_float(w << 16), __uint_as_float(w & 0xffff0000u));
+    const __half2 h = *reinterpret_cast<const __half2*>(&w);
+    return __half22float2(h);
+}
+
+// Eight neighbours from element `i` on, of which those from `end` on are zero. 16-byte loads where they are aligned.
+__device__ __forceinline__ void load8(const void* p, uint32_t dtype, size_t i, size_t end, float (&v)[8]) {
+    const size_t size = dtype == DT_F32 ? 4 : 2;
+    const char* at = static_cast<const char*>(p) + i * size;
+    if (i + 8 <= end && reinterpret_cast<uintptr_t>(at) % 16 == 0) {
+        const uint4 a = *reinterpret_cast<const uint4*>(at);
+        if (dtype == DT_F32) {
+            const uint4 b = *reinterpret_cast<const uint4*>(at + 16);
+#pragma unroll
+            for (int j = 0; j < 4; j++) {
+                v[j] = __uint_as_float(word(a, j));
+                v[4 + j] = __uint_as_float(word(b, j));
+            }
+        } else {
+#pragma unroll
+            for (int j = 0; j < 4; j++) {
+                const float2 f = two_floats(word(a, j), dtype);
+                v[2 * j] = f.x;
+                v[2 * j + 1] = f.y;
+            }
+        }
+        return;
+    }
+#pragma unroll
+    for (int j = 0; j < 8; j++) v[j] = i + j < end ? load_as_float(p, dtype, i + j) : 0.f;
+}
+
+__device__ __forceinline__ void store8(void* p, uint32_t dtype, size_t i, size_t end, const float (&v)[8]) {
+    const size_t size = dtype == DT_F32 ? 4 : 2;
+    char* at = static_cast<char*>(p) + i * size;
+    if (i + 8 <= end && reinterpret_cast<uintptr_t>(at) % 16 == 0) {
+        if (dtype == DT_F32) {
+            reinterpret_cast<float4*>(at)[0] = make_float4(v[0], v[1], v[2], v[3]);
+            reinterpret_cast<float4*>(at)[1] = make_float4(v[4], v[5], v[6], v[7]);
+            return;
+        }
+        uint32_t w[4];
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            if (dtype == DT_BF16) {
+                const __nv_bfloat162 b = __floats2bfloat162_rn(v[2 * j], v[2 * j + 1]);
+                w[j] = *reinterpret_cast<const uint32_t*>(&b);
+            } else {
+                const __half2 h = __floats2half2_rn(v[2 * j], v[2 * j + 1]);
+                w[j] = *reinterpret_cast<const uint32_t*>(&h);
+            }
+        }
+        *reinterpret_cast<uint4*>(at) = make_uint4(w[0], w[1], w[2], w[3]);
+        return;
+    }
+#pragma unroll
+    for (int j = 0; j < 8; j++) {
+        if (i + j < end) store_from_float(p, dtype, i + j, v[j]);
+    }
+}
+
+// Weights and cached keys: read once, and asked for here, not where they are first needed.
+__device__ __forceinline__ uint4 load_stream(const void* p) {
+    uint4 v;
+    asm volatile("ld.global.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "l"(p)
+                 : "memory");
+    return v;
+}
+
+__device__ __forceinline__ float warp_max(float v) {
+#pragma unroll
+    for (int o = 16; o; o /= 2) v = fmaxf(v, __shfl_xor_sync(kAll, v, o));
+    return v;
+}
+
+__device__ __forceinline__ float warp_sum(float v) {
+#pragma unroll
+    for (int o = 16; o; o /= 2) v += __shfl_xor_sync(kAll, v, o);
+    return v;
+}
+
+// The sum over the block in every thread, warps in ascending order; `scratch` has one float per warp and is free again
+// after the next barrier.
+__device__ __forceinline__ float block_sum(float v, float* scratch) {
+    v = warp_sum(v);
+    if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = v;
+    __syncthreads();
+    float sum = 0.f;
+    for (uint32_t w = 0; w < blockDim.x / 32; w++) sum += scratch[w];
+    return sum;
+}
+
+// exp-based activations in F32, as candle's unary kernels compute them.
+__device__ __forceinline__ float sigmoid(float x) { return 1.f / (1.f + expf(-x)); }

@@ -1,0 +1,65 @@
+// Where a decode step begins and ends: the rows of its tokens, and the hand-over to the next step.
+#include "common.cuh"
+
+struct EmbedArgs {
+    const uint32_t* ids;  // [tokens]
+    const void* table;    // [vocab, width] of dtype
+    void* out;            // [tokens, width]
+    uint32_t* error;
+    uint32_t vocab, width, dtype;
+    float scale;
+};
+static_assert(sizeof(EmbedArgs) == 48, "mirrored structs");
+
+extern "C" __global__ void __launch_bounds__(128) embed(const __grid_constant__ EmbedArgs a) {
+    const uint32_t col = 8 * (blockIdx.x * blockDim.x + threadIdx.x), token = blockIdx.y;
+    let_next_start();
+    wait_for_previous();
+    if (col >= a.width) return;
+    const uint32_t id = a.ids[token];
+    float v[8] = {0.f, 0.f, 0.f, 0.f, 0.f, 0.f, 0.f, 0.f};
+    if (id < a.vocab) {
+        const size_t row = size_t(id) * a.width;
+        load8(a.table, a.dtype, row + col, row + a.width, v);
+    } else if (col == 0) {
+        *a.error = 1 + token;
+    }
+    if (a.scale != 1.f) {
+#pragma unroll
+        for (int i = 0; i < 8; i++) v[i] *= a.scale;
+    }
+    const size_t to = size_t(token) * a.width;
+    store8(a.out, a.dtype, to + col, to + a.width, v);
+}
+
+struct AdvanceArgs {
+    const uint32_t* token;   // what was sampled
+    const uint32_t* error;   // or null
+    uint32_t* input;         // the next step's token
+    uint32_t* position;      // the next step's position
+    uint32_t* step;          // steps so far
+    uint32_t* history;       // ids by position, or null
+    uint32_t* ring;          // [ring_len] pairs (token, error), page-locked host memory
+    uint32_t* sequence;      // page-locked host memory: pairs written
+    uint32_t ring_len, history_len;
+};
+static_assert(sizeof(AdvanceArgs) == 72, "mirrored structs");
+
+// One thread. A step with an error is told and leaves all else as it is, so that it can be run again.
+extern "C" __global__ void advance(const __grid_constant__ AdvanceArgs a) {
+    let_next_start();
+    wait_for_previous();
+    const uint32_t token = *a.token, error = a.error ? *a.error : 0, step = *a.step;
+    volatile uint32_t* entry = a.ring + 2 * (step % a.ring_len);
+    entry[0] = token;
+    entry[1] = error;
+    // Whoever sees the count sees the entry.
+    __threadfence_system();
+    *static_cast<volatile uint32_t*>(a.sequence) = step + 1;
+    *a.step = step + 1;
+    if (error) return;
+    const uint32_t position = *a.position + 1;
+    *a.position = position;
+    *a.input = token;
+    if (a.history && position < a.history_len) a.history[position] = token;
+}

@@ -1,0 +1,149 @@
+//! INT8 for dense matrices (`--dense-format int8`): `w = scale * q`, one f16 scale per row and group of 128 inputs.
+//!
+//! Planar, as the experts' INT8 is: all rows of q, then all rows of scales, both padded to 16 bytes, so that every load
+//! is aligned.
+
+use comoe_core::Result;
+use half::f16;
+
+use super::bad;
+
+/// Inputs that share a scale.
+pub const INT8_GROUP: usize = 128;
+
+/// Where things are in a packed matrix, in bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Int8Layout {
+    /// Rows of the matrix.
+    pub outputs: usize,
+    /// Columns of the matrix.
+    pub inputs: usize,
+    /// From one row of q to the next; a multiple of 16.
+    pub row_bytes: usize,
+    /// From one row of scales to the next; a multiple of 16.
+    pub scale_row_bytes: usize,
+    /// Where the scales begin.
+    pub scales: usize,
+    /// All of it.
+    pub bytes: usize,
+}
+
+impl Int8Layout {
+    /// Of a matrix `[outputs, inputs]`.
+    pub fn new(outputs: usize, inputs: usize) -> Self {
+        let row_bytes = inputs.next_multiple_of(16);
+        let scale_row_bytes = (2 * inputs.div_ceil(INT8_GROUP)).next_multiple_of(16);
+        let scales = outputs * row_bytes;
+        let bytes = scales + outputs * scale_row_bytes;
+        Self { outputs, inputs, row_bytes, scale_row_bytes, scales, bytes }
+    }
+}
+
+/// Packs a row-major matrix `[outputs, inputs]`: the scale is the least f16 that is not below a group's largest
+/// magnitude over 127, so that none is clipped and no weight is off by more than half its scale.
+///
+/// # Errors
+/// [`comoe_core::Error::BadArgument`] for another length, or a value that is not finite or above f16's reach
+/// (8.3 million).
+pub fn pack_int8(values: &[f32], outputs: usize, inputs: usize) -> Result<Vec<u8>> {
+    const WHAT: &str = "matrix to be packed as INT8";
+    if inputs == 0 || values.len() != outputs * inputs {
+        return bad(WHAT, format!("expected {outputs} rows of {inputs}, found {} values", values.len()));
+    }
+    let layout = Int8Layout::new(outputs, inputs);
+    let mut packed = vec![0u8; layout.bytes];
+    let (weights, scales) = packed.split_at_mut(layout.scales);
+    let rows = values.chunks_exact(inputs);
+    let outs =
+        weights.chunks_exact_mut(layout.row_bytes).zip(scales.chunks_exact_mut(layout.scale_row_bytes));
+    for (r, (row, (weights, scales))) in rows.zip(outs).enumerate() {
+        let groups = row.chunks(INT8_GROUP).zip(weights.chunks_mut(INT8_GROUP));
+        for (g, ((group, to), scale_to)) in groups.zip(scales.as_chunks_mut::<2>().0).enumerate() {
+            let largest = group.iter().fold(0f32, |m, v| if v.abs() <= m { m } else { v.abs() });
+            let scale = scale_not_below(largest / 127.0);
+            if !scale.is_finite() {
+                let reason = format!("row {r}, columns from {}: found {largest}", g * INT8_GROUP);
+                return bad(WHAT, format!("{reason}; a value must be finite and below 8.3 million"));
+            }
+            *scale_to = scale.to_le_bytes();
+            let divisor = scale.to_f32();
+            for (to, v) in to.iter_mut().zip(group) {
+                let q =
+                    if divisor > 0.0 { (v / divisor).round_ties_even().clamp(-127.0, 127.0) } else { 0.0 };
+                *to = (q as i8).cast_unsigned();
+            }
+        }
+    }
+    Ok(packed)
+}
+
+/// What [`pack_int8`] made, as `[outputs, inputs]`.
+///
+/// # Errors
+/// [`comoe_core::Error::BadArgument`] for another length.
+pub fn unpack_int8(packed: &[u8], outputs: usize, inputs: usize) -> Result<Vec<f32>> {
+    let layout = Int8Layout::new(outputs, inputs);
+    if packed.len() != layout.bytes {
+        let reason = format!("expected {} bytes, found {}", layout.bytes, packed.len());
+        return bad("packed INT8 matrix", reason);
+    }
+    let (weights, scales) = packed.split_at(layout.scales);
+    let rows = weights.chunks_exact(layout.row_bytes).zip(scales.chunks_exact(layout.scale_row_bytes));
+    let value = |(weights, scales): (&[u8], &[u8])| -> Vec<f32> {
+        let scale = |c: usize| {
+            let at = 2 * (c / INT8_GROUP);
+            f16::from_le_bytes([scales[at], scales[at + 1]]).to_f32()
+        };
+        (0..inputs).map(|c| scale(c) * f32::from(weights[c].cast_signed())).collect()
+    };
+    Ok(rows.flat_map(value).collect())
+}
+
+/// The least f16 that is not below `v`; NaN for NaN, infinity where there is none.
+fn scale_not_below(v: f32) -> f16 {
+    let near = f16::from_f32(v);
+    if near.to_f32() < v { f16::from_bits(near.to_bits() + 1) } else { near }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing::random;
+
+    #[test]
+    fn no_weight_is_off_by_more_than_half_its_scale() {
+        for (outputs, inputs, magnitude) in
+            [(3, 128, 1.0f32), (2, 300, 1e-3), (5, 17, 1e5), (1, 1, 0.0), (2, 256, 1e-9)]
+        {
+            let values = random(&[outputs, inputs], 5).flatten_all().unwrap().to_vec1::<f32>().unwrap();
+            let values: Vec<f32> = values.iter().map(|v| v * magnitude).collect();
+            let packed = pack_int8(&values, outputs, inputs).unwrap();
+            assert_eq!(packed.len(), Int8Layout::new(outputs, inputs).bytes);
+            let back = unpack_int8(&packed, outputs, inputs).unwrap();
+            for (row, back) in values.chunks(inputs).zip(back.chunks(inputs)) {
+                for (group, back) in row.chunks(INT8_GROUP).zip(back.chunks(INT8_GROUP)) {
+                    let largest = group.iter().fold(0f32, |m, v| m.max(v.abs()));
+                    let scale = scale_not_below(largest / 127.0).to_f32();
+                    // The least f16 above 0 is 2^-24: what is smaller counts as that.
+                    assert!(scale <= largest / 127.0 * (1.0 + 1.0 / 1024.0) + f32::powi(2.0, -24));
+                    for (v, b) in group.iter().zip(back) {
+                        assert!((v - b).abs() <= scale * 0.5001, "{v} {b} {scale}");
+                    }
+                }
+            }
+        }
+        // Whole numbers of a scale are kept.
+        let whole: Vec<f32> = (-127..=127).map(|q| q as f32 * 0.25).collect();
+        let packed = pack_int8(&whole[..128], 1, 128).unwrap();
+        assert_eq!(unpack_int8(&packed, 1, 128).unwrap(), whole[..128]);
+    }
+
+    #[test]
+    fn what_cannot_be_held_is_refused() {
+        for bad in [f32::NAN, f32::INFINITY, 1e7] {
+            let e = pack_int8(&[0.0, 1.0, bad, 0.0], 2, 2).unwrap_err().to_string();
+            assert!(e.contains("row 1"), "{e}");
+        }
+        assert!(pack_int8(&[0.0; 5], 2, 2).is_err() && unpack_int8(&[0; 5], 2, 2).is_err());
+    }
+}

@@ -1,0 +1,137 @@
+//! Which experts serve a token, chosen on the device.
+
+use std::sync::Arc;
+
+use candle_core::DType;
+use comoe_core::Result;
+use cudarc::driver::CudaStream;
+
+use super::{DecodeKernels, bad, dtype_code, grid, within};
+use crate::arch::{GroupScore, Normalise, RouterPlan, RouterPrecision, Score};
+
+/// The most experts of a layer: two F32 each, and one a group and a choice, in 48 KiB of shared memory.
+pub const MOST_EXPERTS: usize = 3072;
+
+/// Arguments of [`DecodeKernels::route`]; addresses are device memory.
+#[derive(Debug, Clone, Copy)]
+pub struct RouteArgs {
+    /// `[tokens, experts]`
+    pub logits: u64,
+    /// F32, BF16 or F16.
+    pub logits_dtype: DType,
+    /// The model's dtype, to which weights are rounded where the plan says so.
+    pub model_dtype: DType,
+    /// `[experts]` F32, added to the scores for the choice alone, or 0.
+    pub choice_bias: u64,
+    /// `[experts]` F32, factors on the weights, or 0.
+    pub expert_scale: u64,
+    /// Rows of the logits, any number.
+    pub tokens: usize,
+    /// Experts of the layer, at most [`MOST_EXPERTS`].
+    pub experts: usize,
+    /// How experts are chosen and weighted. Whether there are a bias and factors is told by their addresses.
+    pub plan: RouterPlan,
+    /// Result `[tokens, top_k]`, u32, best first; of equal scores the lowest id is better.
+    pub ids: u64,
+    /// Result `[tokens, top_k]`, F32.
+    pub weights: u64,
+    /// One u32, set to 1 + a token whose logits have a NaN or +inf (or no score above zero), else left alone.
+    pub error: u64,
+}
+
+/// As kernels/route.cu has it.
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct Device {
+    logits: u64,
+    bias: u64,
+    expert_scale: u64,
+    ids: u64,
+    weights: u64,
+    error: u64,
+    dtype: u32,
+    experts: u32,
+    k: u32,
+    scoring: u32,
+    tolerance: f32,
+    groups: u32,
+    keep: u32,
+    by_best_two: u32,
+    normalise: u32,
+    eps: f32,
+    scale: f32,
+    weights_dtype: u32,
+}
+
+impl DecodeKernels {
+    /// Enqueues the choice of every token's experts, as [`crate::blocks::router`] makes it on the host.
+    ///
+    /// # Errors
+    /// [`comoe_core::Error::BadArgument`] for sizes or a dtype that the kernel cannot do,
+    /// [`comoe_core::Error::Device`] when the launch fails.
+    ///
+    /// # Safety
+    /// Every address in `args` must be valid on the stream's GPU, for the sizes documented, until the kernel is done.
+    pub unsafe fn route(&self, stream: &Arc<CudaStream>, args: &RouteArgs) -> Result<()> {
+        let plan = &args.plan;
+        let experts = within("experts of a layer", args.experts, 1, MOST_EXPERTS)?;
+        let k = within("top_k of a layer's experts", plan.top_k, 1, args.experts)?;
+        if args.tokens == 0 {
+            return Ok(());
+        }
+        let (scoring, tolerance) = match plan.score {
+            Score::Softmax => (0, 0.0),
+            Score::Sigmoid => (1, 0.0),
+            Score::SoftmaxOfChosen => (2, 0.0),
+            Score::SparseMixer { tolerance } => (3, 2.0 * tolerance as f32),
+        };
+        let groups = plan.groups.map_or(0, |g| g.count);
+        if let Some(g) = plan.groups {
+            let kept = g.keep.min(g.count) * (args.experts / g.count.max(1));
+            if g.count == 0 || !args.experts.is_multiple_of(g.count) || kept < plan.top_k {
+                let reason = format!("{g:?} of {} experts leave fewer than {}", args.experts, plan.top_k);
+                return bad("groups of experts", reason);
+            }
+        }
+        let (normalise, eps) = match plan.normalise {
+            Normalise::No => (0, 0.0),
+            Normalise::Sum { eps } => (1, eps as f32),
+            Normalise::AtLeast(least) => (2, least as f32),
+        };
+        let rounds = matches!(plan.precision, RouterPrecision::Model | RouterPrecision::F32Logits);
+        let device = Device {
+            logits: args.logits,
+            bias: args.choice_bias,
+            expert_scale: args.expert_scale,
+            ids: args.ids,
+            weights: args.weights,
+            error: args.error,
+            dtype: dtype_code("router logits", args.logits_dtype)?,
+            experts,
+            k,
+            scoring,
+            tolerance,
+            groups: groups as u32,
+            keep: plan.groups.map_or(0, |g| g.keep as u32),
+            by_best_two: plan.groups.is_some_and(|g| g.by == GroupScore::BestTwo).into(),
+            normalise,
+            eps,
+            scale: plan.scale as f32,
+            weights_dtype: if rounds { dtype_code("the model", args.model_dtype)? } else { 0 },
+        };
+        let tokens = within("rows of router logits", args.tokens, 1, 1 << 30)? as usize;
+        let shared = 4 * (2 * args.experts + groups + plan.top_k);
+        // SAFETY: `Device` is the kernel's struct; the addresses are the caller's promise.
+        unsafe { self.launch("route", stream, &self.route, grid(tokens, 1, 1, 32, shared), &device) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    super::super::mirrored!(super::Device, 96);
+
+    #[test]
+    fn the_most_experts_fit_every_gpu() {
+        assert!(4 * 4 * super::MOST_EXPERTS <= 48 << 10);
+    }
+}
