@@ -9,6 +9,7 @@
 //
 // Sums are exact per 64 columns, then F32; their order depends on the matrix's shape alone, as in one_token.cu. x is
 // rounded to 2^-30 of the greatest of its 64 columns.
+#include "early.cuh"
 #include "read.cuh"
 
 // What a warp multiplies at a time: 256 columns, 128 bytes of each row, in two chunks of 64 bytes.
@@ -218,19 +219,6 @@ __device__ __forceinline__ void copy_rows(const Item& item, const Matrix& m, uin
     copy_bytes(src + s, dst + s, count * m.scale_row_bytes, thread, threads);
 }
 
-// The next kernel may be set up from here on; it waits for this one before it reads what this one writes.
-__device__ __forceinline__ void let_dependents_start() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
-}
-
-__device__ __forceinline__ void wait_for_previous() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-
 // h of 8 T rows of the item blockIdx.y, which eight warps share.
 template <int T>
 __device__ __forceinline__ void one_token_gate_up_digits(const Item* items, const uint32_t* assignments,
@@ -327,6 +315,7 @@ __device__ __forceinline__ void one_token_down_digits(const Item* items, const u
     const uint32_t rows = rec.down.rows, cols = rec.down.cols, row0 = blockIdx.x * 16;
     const uint32_t batches = (cols + kBatchCols - 1) / kBatchCols;
     const auto sync_team = [&] { asm volatile("bar.sync %0, %1;" ::"r"(team + 1), "n"(kTeam) : "memory"); };
+    let_dependents_start();
 
 #pragma unroll 1
     for (uint32_t n = team; n < len; n += teams) {

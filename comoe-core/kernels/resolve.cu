@@ -1,6 +1,7 @@
 // The first kernel of a device-driven layer step: from router ids to work items, with the residency tables in device
 // memory. Least recently used, as policy/lru.rs, or by decayed counts, as policy/lfru.rs: a step's experts are accessed
 // in order of first use, and none of them gives up its slot for another.
+#include "early.cuh"
 #include "record.cuh"
 
 // As src/backend/cuda/resolve.rs counts them.
@@ -109,6 +110,9 @@ extern "C" __global__ void __launch_bounds__(1024) resolve(const Resolve r) {
     __shared__ uint32_t owners[kMostSlots];
     __shared__ bool missing[kMostAssignments], taken[kMostSlots];
     __shared__ uint32_t bad;
+    // The next kernel may be set up from here on; like this one, it waits before it reads what the one before it writes.
+    let_dependents_start();
+    wait_for_previous();
     const uint32_t t = threadIdx.x, n = r.assignments;
     const bool mine = t < n, has_item = t < min(n, r.experts);
     const uint32_t id = mine ? r.ids[t] : 0;

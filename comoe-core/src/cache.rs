@@ -220,6 +220,21 @@ impl CacheLayer<'_> {
     /// what is wrong with them is reported by a later call or by [`ExpertCache::flush`], and from the step concerned to
     /// that report every result is NaN.
     pub fn forward(&self, x: &Tensor, ids: &Tensor, weights: &Tensor) -> Result<Tensor> {
+        self.serve(x, ids, weights, None)
+    }
+
+    /// The same, and where the device drives the step, the result is written to `room`, `[tokens, hidden]` of `x`'s type
+    /// on the cache's device, and what is handed out is `room` itself: with ids in U32 and weights in F32 nothing is
+    /// allocated then, and a graph that captures the step holds addresses of the caller's alone. Elsewhere the result is
+    /// a tensor of its own.
+    ///
+    /// # Errors
+    /// As [`Self::forward`], and [`Error::BadArgument`] for room that does not fit.
+    pub fn forward_to(&self, x: &Tensor, ids: &Tensor, weights: &Tensor, room: &Tensor) -> Result<Tensor> {
+        self.serve(x, ids, weights, Some(room))
+    }
+
+    fn serve(&self, x: &Tensor, ids: &Tensor, weights: &Tensor, room: Option<&Tensor>) -> Result<Tensor> {
         let core = &self.cache.core;
         let ordinal = core.ordinal(self.layer)?;
         let spec = &self.cache.specs[ordinal];
@@ -259,6 +274,7 @@ impl CacheLayer<'_> {
                 ids: &ids,
                 weights: &weights,
                 ordinal: 0,
+                room,
             });
         }
         drop(engine);

@@ -87,6 +87,8 @@ pub struct DeviceStep<'a> {
     /// How many steps of the same token came before it. A token that is run again after [`StepFault::Missing`] makes
     /// the same steps from 0 on, and those that were done change nothing. 0 for a step of its own.
     pub ordinal: u32,
+    /// Where the result goes: `[n, hidden]`, dtype as x, contiguous, on the device. `None`: to a new tensor.
+    pub room: Option<&'a Tensor>,
 }
 
 /// What device-driven steps of one layer have counted.

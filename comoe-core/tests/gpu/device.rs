@@ -153,6 +153,7 @@ fn tables_equal_the_pools_after_each_of_5000_steps() {
                 ids: &call.ids,
                 weights: &call.weights,
                 ordinal: 0,
+                room: None,
             };
             let driver = backend.device_driver().expect("a driver");
             driver.step(step_of_layer).expect("a step");
@@ -290,7 +291,7 @@ fn nothing_runs_behind_a_fault() {
         let (spec, layout) = (&experts.spec, &experts.layout);
         let weights = &weights;
         driver
-            .step(DeviceStep { layer, spec, layout, x: &x, ids: &ids, weights, ordinal: 0 })
+            .step(DeviceStep { layer, spec, layout, x: &x, ids: &ids, weights, ordinal: 0, room: None })
             .expect("a step")
     };
     step(0, [0, 1, 2, 1]);

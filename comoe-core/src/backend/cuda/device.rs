@@ -71,7 +71,7 @@ impl DeviceDriver for CudaBackend {
     }
 
     fn step(&mut self, step: DeviceStep<'_>) -> Result<Tensor> {
-        let DeviceStep { layer, spec, layout, x, ids, weights, ordinal } = step;
+        let DeviceStep { layer, spec, layout, x, ids, weights, ordinal, room } = step;
         self.gpu.bind()?;
         let ((tokens, width), (rows, top_k)) = (x.dims2()?, ids.dims2()?);
         if width != spec.hidden
@@ -90,8 +90,21 @@ impl DeviceDriver for CudaBackend {
         }
         let caller = self.gpu.candle_stream();
         let x = x.contiguous()?;
-        // SAFETY: `combine` writes every element before anyone reads one.
-        let y = unsafe { Tensor::empty((tokens, spec.hidden), x.dtype(), x.device()) }?;
+        let y = match room {
+            Some(room) if room.dims() == x.dims() && room.dtype() == x.dtype() => room.clone(),
+            Some(room) => {
+                let reason = format!(
+                    "expected {:?} {:?} like x, got {:?} {:?}",
+                    x.dims(),
+                    x.dtype(),
+                    room.dims(),
+                    room.dtype()
+                );
+                return Err(Error::BadArgument { what: "room", reason });
+            }
+            // SAFETY: `combine` writes every element before anyone reads one.
+            None => unsafe { Tensor::empty((tokens, spec.hidden), x.dtype(), x.device()) }?,
+        };
         let [x_at, y_at, ids_at, weights_at] = [&x, &y, ids, weights].map(|t| address_of(t, &caller));
         let (x_at, y_at, ids_at, weights_at) = (x_at?, y_at?, ids_at?, weights_at?);
 

@@ -22,6 +22,8 @@ mod by_value;
 mod early;
 mod one_token;
 
+pub(super) use early::launch_early;
+
 static FATBIN: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/kernels.fatbin"));
 
 /// Warps of a GEMV's block, at most.
@@ -177,6 +179,11 @@ impl Kernels {
             gather: function("gather")?,
             resolve: function("resolve")?,
         })
+    }
+
+    /// Whether the GPU sets up a kernel while the one before it on the stream ends.
+    pub(super) fn starts_early(&self) -> bool {
+        self.one_token.early
     }
 
     pub(super) fn resolve_function(&self) -> &CudaFunction {

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use cudarc::driver::{CudaStream, DeviceRepr, LaunchConfig, PushKernelArg};
 
-use super::kernels::Kernels;
+use super::kernels::{Kernels, launch_early};
 use crate::backend::{MOST_DEVICE_ASSIGNMENTS, MOST_DEVICE_SLOTS};
 use crate::error::{Error, Result};
 
@@ -88,11 +88,18 @@ impl Kernels {
             block_dim: (assignments.next_multiple_of(32).max(LEAST_THREADS) as u32, 1, 1),
             shared_mem_bytes: 0,
         };
-        let mut launch = stream.launch_builder(self.resolve_function());
-        launch.arg(args);
-        // SAFETY: the type is that of kernels/resolve.cu; the addresses are the caller's promise.
-        unsafe { launch.launch(config) }.map_err(|error| self.launch_error("resolve", error))?;
-        Ok(())
+        let launched = if self.starts_early() {
+            let mut arguments = [std::ptr::from_ref(args).cast_mut().cast()];
+            // SAFETY: the type is that of kernels/resolve.cu, which waits for the kernel before it first of all; the
+            // addresses are the caller's promise.
+            unsafe { launch_early(stream, self.resolve_function(), config, &mut arguments) }
+        } else {
+            let mut launch = stream.launch_builder(self.resolve_function());
+            launch.arg(args);
+            // SAFETY: the type is that of kernels/resolve.cu; the addresses are the caller's promise.
+            unsafe { launch.launch(config) }.map(|_| ())
+        };
+        launched.map_err(|error| self.launch_error("resolve", error))
     }
 }
 

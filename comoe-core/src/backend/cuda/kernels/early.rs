@@ -11,7 +11,7 @@ use cudarc::driver::{CudaFunction, CudaStream, DriverError, LaunchConfig, sys};
 /// # Safety
 /// `arguments` point to what the kernel takes, in its order, and the addresses among them are valid until it is done.
 /// The kernel itself waits (`griddepcontrol.wait`) before it touches what the one before it reads or writes.
-pub(super) unsafe fn launch_early(
+pub(in crate::backend::cuda) unsafe fn launch_early(
     stream: &CudaStream,
     function: &CudaFunction,
     config: LaunchConfig,

@@ -41,7 +41,7 @@ pub(super) struct OneToken {
     digits_gate_up: CudaFunction,
     digits_down: CudaFunction,
     /// Whether the GPU sets up a kernel while the one before it ends: since Hopper.
-    early: bool,
+    pub(super) early: bool,
 }
 
 /// Where down's results go; mirrored by `struct Output` in kernels/one_token.cu.
