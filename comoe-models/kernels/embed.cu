@@ -34,30 +34,36 @@ extern "C" __global__ void __launch_bounds__(128) embed(const __grid_constant__ 
 
 struct AdvanceArgs {
     const uint32_t* token;   // what was sampled
-    const uint32_t* error;   // or null
+    const uint32_t* errors;  // [errors_len], or null
     uint32_t* input;         // the next step's token
     uint32_t* position;      // the next step's position
     uint32_t* step;          // steps so far
     uint32_t* history;       // ids by position, or null
-    uint32_t* ring;          // [ring_len] pairs (token, error), page-locked host memory
+    uint32_t* ring;          // [ring_len] pairs (token, 1 + first error set), page-locked host memory
     uint32_t* sequence;      // page-locked host memory: pairs written
-    uint32_t ring_len, history_len;
+    uint32_t ring_len, history_len, errors_len, pad;
 };
-static_assert(sizeof(AdvanceArgs) == 72, "mirrored structs");
+static_assert(sizeof(AdvanceArgs) == 80, "mirrored structs");
 
-// One thread. A step with an error is told and leaves all else as it is, so that it can be run again.
-extern "C" __global__ void advance(const __grid_constant__ AdvanceArgs a) {
+// One warp. A step with an error is told and leaves all else as it is, so that it can be run again.
+extern "C" __global__ void __launch_bounds__(32) advance(const __grid_constant__ AdvanceArgs a) {
     let_next_start();
     wait_for_previous();
-    const uint32_t token = *a.token, error = a.error ? *a.error : 0, step = *a.step;
+    uint32_t error = kAll;
+    for (uint32_t i = threadIdx.x; a.errors && i < a.errors_len; i += 32) {
+        if (a.errors[i]) error = min(error, i);
+    }
+    error = __reduce_min_sync(kAll, error) + 1;
+    if (threadIdx.x != 0) return;
+    const uint32_t token = *a.token, step = *a.step;
     volatile uint32_t* entry = a.ring + 2 * (step % a.ring_len);
     entry[0] = token;
     entry[1] = error;
     // Whoever sees the count sees the entry.
     __threadfence_system();
     *static_cast<volatile uint32_t*>(a.sequence) = step + 1;
-    *a.step = step + 1;
     if (error) return;
+    *a.step = step + 1;
     const uint32_t position = *a.position + 1;
     *a.position = position;
     *a.input = token;

@@ -15,14 +15,17 @@ struct RouteArgs {
     uint32_t* ids;              // [tokens, k]
     float* weights;             // [tokens, k]
     uint32_t* error;
+    const uint32_t* given;      // [rows] of k experts, row_stride apart, that are taken instead; or null
+    const uint32_t* position;   // with `given`: row (position + token - first) % rows
     uint32_t dtype, experts, k, scoring;
     float tolerance;            // of the sparse mixer, doubled
     uint32_t groups, keep, by_best_two;  // groups of 0: none
     uint32_t normalise;         // 0: no, 1: by the sum plus `eps`, 2: by the sum, at least `eps`
     float eps, scale;
     uint32_t weights_dtype;     // that weights are rounded to
+    uint32_t rows, row_stride, first, pad;
 };
-static_assert(sizeof(RouteArgs) == 96, "mirrored structs");
+static_assert(sizeof(RouteArgs) == 128, "mirrored structs");
 
 // The first of the greatest of `key`, NaNs aside; kAll where there is none.
 __device__ __forceinline__ uint32_t best_of(const float* key, uint32_t n, uint32_t lane, float& best) {
@@ -133,7 +136,8 @@ extern "C" __global__ void __launch_bounds__(32) route(const __grid_constant__ R
         }
         __syncwarp();
         if (lane == 0) {
-            ids[j] = safe;
+            const size_t row = a.given ? (*a.position + token - a.first) % a.rows : 0;
+            ids[j] = a.given ? a.given[row * a.row_stride + j] : safe;
             chosen[j] = weight;
             key[safe] = __int_as_float(0x7fc00000);  // NaN: taken
         }

@@ -40,8 +40,10 @@ pub struct EmbedArgs {
 pub struct AdvanceArgs {
     /// What was sampled.
     pub token: u64,
-    /// The step's error word, or 0.
-    pub error: u64,
+    /// `[errors_len]` error words, or 0.
+    pub errors: u64,
+    /// Error words.
+    pub errors_len: usize,
     /// Where the next step finds its token.
     pub input: u64,
     /// Position of the step's token; becomes the next step's.
@@ -52,7 +54,7 @@ pub struct AdvanceArgs {
     pub history: u64,
     /// Room in the history.
     pub history_len: usize,
-    /// `[ring_len]` pairs (token, error word): page-locked host memory as the device addresses it. Step `s` goes to pair
+    /// `[ring_len]` pairs (token, 1 + which error word is set first, or 0): page-locked host memory as the device addresses it. Step `s` goes to pair
     /// `s % ring_len`, so the host must not have more steps under way than that.
     pub ring: u64,
     /// Pairs in the ring.
@@ -79,7 +81,7 @@ struct Embed {
 #[derive(Clone, Copy)]
 struct Advance {
     token: u64,
-    error: u64,
+    errors: u64,
     input: u64,
     position: u64,
     step: u64,
@@ -88,6 +90,8 @@ struct Advance {
     sequence: u64,
     ring_len: u32,
     history_len: u32,
+    errors_len: u32,
+    pad: u32,
 }
 
 impl DecodeKernels {
@@ -117,8 +121,8 @@ impl DecodeKernels {
     }
 
     /// Enqueues the end of a step of one token: tells the host what was sampled, and makes it the next step's input, so
-    /// that steps can follow each other without the host. With an error word set, only the host is told: position and
-    /// input stay, and the steps behind it do the same again.
+    /// that steps can follow each other without the host. With an error word set, only the host is told: count, position
+    /// and input stay, and the steps behind it do the same again, into the same pair.
     ///
     /// # Errors
     /// [`comoe_core::Error::BadArgument`] for a ring without room, [`comoe_core::Error::Device`] when the launch fails.
@@ -128,7 +132,7 @@ impl DecodeKernels {
     pub unsafe fn advance(&self, stream: &Arc<CudaStream>, args: &AdvanceArgs) -> Result<()> {
         let device = Advance {
             token: args.token,
-            error: args.error,
+            errors: args.errors,
             input: args.input,
             position: args.position,
             step: args.step,
@@ -137,13 +141,15 @@ impl DecodeKernels {
             sequence: args.sequence,
             ring_len: within("pairs of a token ring", args.ring_len, 1, 1 << 30)?,
             history_len: within("room in a history", args.history_len, 0, 1 << 30)?,
+            errors_len: within("error words", args.errors_len, 0, 1 << 20)?,
+            pad: 0,
         };
         // SAFETY: `Advance` is the kernel's struct; the addresses are the caller's promise.
-        unsafe { self.launch("advance", stream, &self.advance, grid(1, 1, 1, 1, 0), &device) }
+        unsafe { self.launch("advance", stream, &self.advance, grid(1, 1, 1, 32, 0), &device) }
     }
 }
 
 #[cfg(test)]
 mod tests {
-    super::super::mirrored!((super::Embed, super::Advance), 48 + 72);
+    super::super::mirrored!((super::Embed, super::Advance), 48 + 80);
 }

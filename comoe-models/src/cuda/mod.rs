@@ -20,23 +20,27 @@ use cudarc::driver::{CudaContext, CudaFunction, CudaModule, CudaStream, DriverEr
 use cudarc::nvrtc::Ptx;
 
 pub use self::attend::AttendArgs;
+pub use self::conv::ConvArgs;
 pub use self::embed::{AdvanceArgs, EmbedArgs};
 pub use self::gate::{AddGatedArgs, GateArgs};
 pub use self::gemv::{GemvArgs, GemvWeight};
 pub use self::heads::{HeadNormArgs, HeadsArgs, RopeArgs};
 pub use self::int8::{INT8_GROUP, Int8Layout, pack_int8, unpack_int8};
 pub use self::kv::{KvFormat, KvRows};
+pub use self::latent::{LatentArgs, LatentValuesArgs};
 pub use self::norm::{Centre, NormArgs};
-pub use self::route::{MOST_EXPERTS, RouteArgs};
+pub use self::route::{GivenExperts, MOST_EXPERTS, RouteArgs};
 pub use self::sample::{SampleArgs, SampleSettings};
 
 mod attend;
+mod conv;
 mod embed;
 mod gate;
 mod gemv;
 mod heads;
 mod int8;
 mod kv;
+mod latent;
 mod norm;
 mod route;
 mod sample;
@@ -62,6 +66,9 @@ pub struct DecodeKernels {
     advance: CudaFunction,
     gate: CudaFunction,
     add_gated: CudaFunction,
+    conv: CudaFunction,
+    /// Append, queries, values.
+    latent: [CudaFunction; 3],
     sample: CudaFunction,
 }
 
@@ -107,6 +114,12 @@ impl DecodeKernels {
             advance: module.load_function("advance")?,
             gate: module.load_function("gate")?,
             add_gated: module.load_function("add_gated")?,
+            conv: module.load_function("short_conv")?,
+            latent: [
+                module.load_function("latent_append")?,
+                module.load_function("latent_queries")?,
+                module.load_function("latent_values")?,
+            ],
             sample: with_shared(&module, "sample", shared_limit - sample::STATIC_SHARED as i32)?,
         })
     }

@@ -35,8 +35,25 @@ pub struct RouteArgs {
     pub ids: u64,
     /// Result `[tokens, top_k]`, F32.
     pub weights: u64,
+    /// Experts that are taken in place of the choice, with the choice's weights.
+    pub given: Option<GivenExperts>,
     /// One u32, set to 1 + a token whose logits have a NaN or +inf (or no score above zero), else left alone.
     pub error: u64,
+}
+
+/// Recorded experts, for measuring; addresses are device memory. A token at position `p` has row `(p - first) % rows`.
+#[derive(Debug, Clone, Copy)]
+pub struct GivenExperts {
+    /// Rows of `top_k` u32.
+    pub ids: u64,
+    /// Elements from one row to the next.
+    pub row_stride: usize,
+    /// Rows.
+    pub rows: usize,
+    /// Position of the first row's token.
+    pub first: usize,
+    /// One u32: the first token's position.
+    pub position: u64,
 }
 
 /// As kernels/route.cu has it.
@@ -49,6 +66,8 @@ struct Device {
     ids: u64,
     weights: u64,
     error: u64,
+    given: u64,
+    position: u64,
     dtype: u32,
     experts: u32,
     k: u32,
@@ -61,6 +80,10 @@ struct Device {
     eps: f32,
     scale: f32,
     weights_dtype: u32,
+    rows: u32,
+    row_stride: u32,
+    first: u32,
+    pad: u32,
 }
 
 impl DecodeKernels {
@@ -106,6 +129,14 @@ impl DecodeKernels {
             ids: args.ids,
             weights: args.weights,
             error: args.error,
+            given: args.given.map_or(0, |g| g.ids),
+            position: args.given.map_or(0, |g| g.position),
+            rows: args.given.map_or(Ok(1), |g| within("rows of given experts", g.rows, 1, 1 << 24))?,
+            row_stride: args
+                .given
+                .map_or(Ok(1), |g| within("stride of given experts", g.row_stride, 1, 1 << 24))?,
+            first: args.given.map_or(Ok(0), |g| within("first position", g.first, 0, 1 << 30))?,
+            pad: 0,
             dtype: dtype_code("router logits", args.logits_dtype)?,
             experts,
             k,
@@ -128,10 +159,10 @@ impl DecodeKernels {
 
 #[cfg(test)]
 mod tests {
-    super::super::mirrored!(super::Device, 96);
+    super::super::mirrored!(super::Device, 128);
 
     #[test]
     fn the_most_experts_fit_every_gpu() {
-        assert!(4 * 4 * super::MOST_EXPERTS <= 48 << 10);
+        const { assert!(4 * 4 * super::MOST_EXPERTS <= 48 << 10) };
     }
 }

@@ -269,7 +269,8 @@ fn a_step_hands_over_to_the_next_and_an_error_stops_that() {
     let (history, ring, sequence) = (Memory::result(32), Memory::result(32), Memory::result(4));
     let args = AdvanceArgs {
         token: token.address(),
-        error: error.address(),
+        errors: error.address(),
+        errors_len: 1,
         input: input.address(),
         position: position.address(),
         step: step.address(),
@@ -289,8 +290,8 @@ fn a_step_hands_over_to_the_next_and_an_error_stops_that() {
     // No room in the history: nothing is written there.
     assert_eq!(run(&args), [42, 8, 6, 6]);
     let broken = Memory::words(&[9]);
-    assert_eq!(run(&AdvanceArgs { error: broken.address(), ..args }), [42, 8, 7, 7]);
+    assert_eq!(run(&AdvanceArgs { errors: broken.address(), ..args }), [42, 8, 6, 7]);
     let unset = u32::MAX;
     assert_eq!(history.read_words(), [unset, unset, unset, unset, unset, unset, 42, 42]);
-    assert_eq!(ring.read_words(), [42, 0, 42, 0, 42, 9, 42, 0]);
+    assert_eq!(ring.read_words(), [42, 0, 42, 0, 42, 1, 42, 0]);
 }

@@ -167,6 +167,7 @@ fn routing_is_what_f64_says() {
                 plan,
                 ids: ids.address(),
                 weights: weights.address(),
+                given: None,
                 error: error.address(),
             };
             // SAFETY: every buffer is as long as documented and lives until the downloads have waited.

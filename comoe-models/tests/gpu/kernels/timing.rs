@@ -185,6 +185,7 @@ fn route_args(logits: &Memory, ids: &u64, weights: &Memory, error: &Memory) -> R
         plan: RouterPlan::softmax(8, true),
         ids: *ids,
         weights: weights.address(),
+        given: None,
         error: error.address(),
     }
 }
