@@ -1,18 +1,23 @@
 //! A decoder-only model built from a plan: tokens in, logits out.
 
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
 use candle_core::{DType, Device, Tensor};
-use comoe_core::ExpertCache;
+use comoe_core::backend::MOST_DEVICE_TOKENS;
+use comoe_core::{ExpertCache, TokenOutcome};
 
 use crate::arch::{DecoderPlan, RopePlan, TensorNames};
 use crate::blocks::attention::Attention;
 use crate::blocks::conv::ShortConv;
 use crate::blocks::ffn::DenseFfn;
+use crate::blocks::fused::{Fused, GivenRouting};
 use crate::blocks::kv_cache::{KvCache, LayerKv};
 use crate::blocks::latent::LatentAttention;
 use crate::blocks::linear::Linear;
 use crate::blocks::moe::Moe;
 use crate::blocks::norm::Norm;
 use crate::blocks::rope::RotaryTable;
+use crate::blocks::step::Step;
 use crate::error::{Error, Result};
 use crate::load::{Builder, DenseWeights, DeviceMemory};
 
@@ -39,6 +44,8 @@ pub struct Decoder {
     norm: Norm,
     head: Linear,
     ropes: Vec<RotaryTable>,
+    /// On a GPU: kernels and buffers of steps of few tokens. One step at a time uses them.
+    fused: Option<Mutex<Fused>>,
     experts: ExpertCache,
     context: usize,
     dtype: DType,
@@ -68,7 +75,7 @@ pub(crate) enum Mixer {
 /// What happens to each token.
 pub(crate) enum Ffn {
     Dense(DenseFfn),
-    Moe(Moe),
+    Moe(Box<Moe>),
 }
 
 impl Decoder {
@@ -144,7 +151,14 @@ impl Decoder {
             Tensor::new(plan.embedding_scale as f32, &Device::Cpu)?.to_dtype(dtype)?.to_dtype(DType::F32)?;
         let embedding_scale = f64::from(embedding_scale.to_scalar::<f32>()?);
         let device = device.clone();
-        let notes = experts.notes().to_vec();
+        let mut notes = experts.notes().to_vec();
+        let fused = match Fused::for_plan(&plan, dtype, &device) {
+            Ok(fused) => fused.map(Mutex::new),
+            Err(reason) => {
+                notes.push(format!("tokens are decoded without fused kernels: {reason}"));
+                None
+            }
+        };
         Ok(Self {
             plan,
             embedding,
@@ -153,6 +167,7 @@ impl Decoder {
             norm,
             head,
             ropes,
+            fused,
             experts,
             context,
             dtype,
@@ -162,7 +177,9 @@ impl Decoder {
         })
     }
 
-    pub(crate) fn with_notes(mut self, notes: Vec<String>) -> Self {
+    /// With notes on how it was opened before its own.
+    pub(crate) fn with_notes(mut self, mut notes: Vec<String>) -> Self {
+        notes.append(&mut self.notes);
         self.notes = notes;
         self
     }
@@ -243,16 +260,17 @@ impl Decoder {
         }
     }
 
-    /// Runs two steps of made-up tokens, so that a GPU's kernels are compiled and loaded before the first answer: once
+    /// Runs a prompt and a step of made-up tokens, so that a GPU's kernels are compiled and loaded before the first answer: once
     /// per driver that takes tens of seconds. The cache's counters start anew.
     ///
     /// # Errors
     /// As [`Self::forward`].
     pub fn warm_up(&self) -> Result<()> {
         let mut kv = self.new_kv()?;
-        let prompt = [0; 2];
+        // More than a fused step takes.
+        let prompt = [0; 2 * MOST_DEVICE_TOKENS];
         let prompt = &prompt[..prompt.len().min(self.context)];
-        self.forward(prompt, &mut kv, Rows::All)?.to_vec2::<f32>()?;
+        self.forward(prompt, &mut kv, Rows::Last)?.to_vec2::<f32>()?;
         if kv.len() < self.context {
             self.forward(&[0], &mut kv, Rows::Last)?.to_vec2::<f32>()?;
         }
@@ -260,34 +278,101 @@ impl Decoder {
         Ok(())
     }
 
+    /// In steps of few tokens on a GPU, takes recorded experts in place of the routers' choice (weights stay the
+    /// routers'), so that decoding can be measured with real routing on a synthetic model. `false` where there are no
+    /// such steps.
+    pub fn give_routing(&self, given: Option<GivenRouting>) -> bool {
+        self.fused().map(|mut fused| fused.give_routing(given)).is_some()
+    }
+
     /// How many of `left` tokens from `position` on go through the model at once.
     pub fn next_chunk(&self, position: usize, left: usize) -> usize {
         left.min(CHUNK - position % CHUNK)
+    }
+
+    /// Most experts that a token uses in a layer.
+    pub(crate) fn top_k(&self) -> Option<usize> {
+        self.plan.moe_layers().map(|(_, moe)| moe.router.top_k).max()
+    }
+
+    /// Kernels and buffers of fused steps, where there are such. Whoever holds them enqueues a whole step.
+    pub(crate) fn fused(&self) -> Option<MutexGuard<'_, Fused>> {
+        // A panic in another thread leaves nothing half done that the next step does not write anew.
+        self.fused.as_ref().map(|f| f.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
     fn step(&self, ids: &[u32], kv: &mut KvCache, rows: Option<Rows>) -> Result<Option<Tensor>> {
         if let Some(&id) = ids.iter().find(|id| **id as usize >= self.plan.vocab) {
             return Err(Error::UnknownToken { id, vocab: self.plan.vocab });
         }
-        let position = kv.len();
+        let tokens = ids.len();
+        let fused = if Fused::takes(tokens) { self.fused() } else { None };
         let ids = Tensor::new(ids, &self.device)?;
-        let mut x = self.embedding.index_select(&ids, 0)?;
-        if self.embedding_scale != 1.0 {
-            x = (x * self.embedding_scale)?;
-        }
+        let logits = match fused {
+            None => self.run(&ids, kv.layers(), Step::At(kv.len()), rows)?,
+            Some(mut fused) => {
+                let reach = Fused::reach(kv.len() + tokens, kv.capacity());
+                let place = kv.place(kv.len())?;
+                let mut token = self.experts.begin_token(tokens, self.top_k().unwrap_or(1))?;
+                let (logits, served) = loop {
+                    let logits = fused.with_step(&place, tokens, reach, |step| {
+                        self.run(&ids, kv.layers(), Step::Fused(step), rows)
+                    });
+                    match token.end() {
+                        // An expert was missing that is there now.
+                        Ok(TokenOutcome::Replay) => fused.forget_errors()?,
+                        Ok(TokenOutcome::Done) => break (logits, self.experts.flush()),
+                        Err(e) => break (logits, Err(e)),
+                    }
+                };
+                drop(token);
+                // A router comes before the experts that it misleads.
+                fused.check()?;
+                let logits = logits?;
+                served?;
+                // The buffer is used again by the next step.
+                let logits =
+                    logits.map(|l| if l.dtype() == DType::F32 { l.copy() } else { l.to_dtype(DType::F32) });
+                let logits = logits.transpose()?;
+                if tokens == 1 && rows == Some(Rows::Last) {
+                    fused.made_ready(reach);
+                }
+                logits
+            }
+        };
+        kv.advance(tokens);
+        Ok(logits)
+    }
+
+    /// Runs `ids [tokens]` (U32, on the device) over `kv`, and gives logits in F32. A fused step only enqueues, and its
+    /// logits are in a buffer that the next one uses again; they may be in the model's dtype still.
+    pub(crate) fn run(
+        &self,
+        ids: &Tensor,
+        kv: &[LayerKv],
+        step: Step<'_>,
+        rows: Option<Rows>,
+    ) -> Result<Option<Tensor>> {
+        let mut x = match step {
+            Step::Fused(fused) => fused.embed(&self.embedding, ids, self.embedding_scale)?,
+            Step::At(_) => self.embed(ids)?,
+        };
         let mut branch: Option<Tensor> = None;
         for (l, layer) in self.layers.iter().enumerate() {
+            if let Step::Fused(fused) = step {
+                fused.next_layer();
+            }
             let input;
-            (x, input) = add_norm(layer.pre[0].as_ref(), x, branch.as_ref())?;
+            (x, input) = add_norm(layer.pre[0].as_ref(), x, branch.as_ref(), step)?;
             let rope = layer.rope.map(|r| &self.ropes[r]);
-            let mixed = layer.leave(0, layer.mixer.forward(&input, kv.layer(l), position, rope)?)?;
+            let mixed = layer.leave(0, layer.mixer.forward(&input, &kv[l], step, rope)?, step)?;
             let input;
-            (x, input) = add_norm(layer.pre[1].as_ref(), x, Some(&mixed))?;
+            (x, input) = add_norm(layer.pre[1].as_ref(), x, Some(&mixed), step)?;
             let given = match &layer.ffn {
-                Ffn::Dense(ffn) => ffn.forward(&input)?,
-                Ffn::Moe(moe) => moe.forward(&input, &x, &self.experts)?,
+                Ffn::Dense(ffn) => ffn.forward(&input, step)?,
+                Ffn::Moe(moe) => moe.forward(&input, &x, &self.experts, step)?,
             };
-            let given = layer.leave(1, given)?;
+            let given = layer.leave(1, given, step)?;
             branch = match layer.scalar {
                 None => Some(given),
                 Some(scalar) => {
@@ -296,15 +381,21 @@ impl Decoder {
                 }
             };
         }
-        kv.advance(ids.dims1()?);
         let Some(rows) = rows else { return Ok(None) };
+        if let Step::Fused(fused) = step {
+            fused.next_layer();
+        }
         if rows == Rows::Last {
             let last = |t: Tensor| t.narrow(0, t.dim(0)? - 1, 1);
             x = last(x)?;
             branch = branch.map(last).transpose()?;
         }
-        let (_, normed) = add_norm(Some(&self.norm), x, branch.as_ref())?;
-        let mut logits = self.head.forward(&normed)?.to_dtype(DType::F32)?;
+        let (_, normed) = add_norm(Some(&self.norm), x, branch.as_ref(), step)?;
+        let logits = self.head.forward(&normed, step)?;
+        if matches!(step, Step::Fused(_)) && self.plan.logit_scale == 1.0 && self.plan.logit_cap.is_none() {
+            return Ok(Some(logits));
+        }
+        let mut logits = logits.to_dtype(DType::F32)?;
         if self.plan.logit_scale != 1.0 {
             logits = (logits * self.plan.logit_scale)?;
         }
@@ -312,6 +403,11 @@ impl Decoder {
             logits = ((logits / cap)?.tanh()? * cap)?;
         }
         Ok(Some(logits))
+    }
+
+    fn embed(&self, ids: &Tensor) -> Result<Tensor> {
+        let x = self.embedding.index_select(ids, 0)?;
+        Ok(if self.embedding_scale == 1.0 { x } else { (x * self.embedding_scale)? })
     }
 }
 
@@ -324,9 +420,9 @@ impl AsRef<Self> for Decoder {
 impl Layer {
     /// What a branch adds to the residual stream: the mixer's (0) or the feed-forward part's (1) result under the norm
     /// and the factor behind it.
-    fn leave(&self, which: usize, mut given: Tensor) -> Result<Tensor> {
+    fn leave(&self, which: usize, mut given: Tensor, step: Step<'_>) -> Result<Tensor> {
         if let Some(norm) = &self.post[which] {
-            given = norm.forward(&given)?;
+            given = norm.forward(&given, step)?;
         }
         if self.residual_scale != 1.0 {
             given = (given * self.residual_scale)?;
@@ -340,27 +436,32 @@ impl Mixer {
         &self,
         x: &Tensor,
         kv: &LayerKv,
-        position: usize,
+        step: Step<'_>,
         rope: Option<&RotaryTable>,
     ) -> Result<Tensor> {
         Ok(match (self, rope) {
-            (Self::Attention(attention), rope) => attention.forward(x, kv, position, rope)?,
-            (Self::Latent(attention), Some(rope)) => attention.forward(x, kv, position, rope)?,
+            (Self::Attention(attention), rope) => attention.forward(x, kv, step, rope)?,
+            (Self::Latent(attention), Some(rope)) => attention.forward(x, kv, step, rope)?,
             (Self::Latent(_), None) => {
                 let reason = "latent attention without a rotary embedding";
                 return Err(candle_core::Error::msg(reason).into());
             }
-            (Self::Conv(conv), _) => conv.forward(x, kv, position)?,
+            (Self::Conv(conv), _) => conv.forward(x, kv, step)?,
         })
     }
 }
 
 /// Adds the last block's output to the residual stream, and norms the sum for the next block.
-fn add_norm(norm: Option<&Norm>, x: Tensor, branch: Option<&Tensor>) -> Result<(Tensor, Tensor)> {
+fn add_norm(
+    norm: Option<&Norm>,
+    x: Tensor,
+    branch: Option<&Tensor>,
+    step: Step<'_>,
+) -> Result<(Tensor, Tensor)> {
     Ok(match (norm, branch) {
-        (Some(norm), Some(branch)) => norm.add_forward(&x, branch)?,
+        (Some(norm), Some(branch)) => norm.add_forward(&x, branch, step)?,
         (Some(norm), None) => {
-            let normed = norm.forward(&x)?;
+            let normed = norm.forward(&x, step)?;
             (x, normed)
         }
         (None, Some(branch)) => {

@@ -3,15 +3,18 @@
 use std::ops::ControlFlow;
 use std::time::{Duration, Instant};
 
+use candle_core::Tensor;
+
 use crate::blocks::kv_cache::KvCache;
 use crate::chat::{Detokenizer, StopStrings};
+use crate::decode_graph::DeviceSteps;
 use crate::decoder::Rows;
 use crate::error::{Error, Result};
 use crate::model::Model;
 use crate::sampler::{Sampler, SamplerOptions};
 
 /// How an answer is generated.
-#[derive(Debug, Clone, Default)]
+#[derive(Debug, Clone)]
 pub struct GenerateOptions {
     /// Tokens to generate at most; `None` goes on until the model stops or the context is full.
     pub max_tokens: Option<usize>,
@@ -22,6 +25,22 @@ pub struct GenerateOptions {
     /// After every so many decode steps of a session, some slots of the expert cache are compared with the store; a
     /// difference ends the answer with an error that names the expert. 0: never.
     pub check_every: usize,
+    /// On a GPU: replays the decode step as one CUDA graph where it can, with nothing of the host in a token's path. The
+    /// tokens are the same without it. [`Generation::graph_note`] says why there was none.
+    pub graph: bool,
+}
+
+impl Default for GenerateOptions {
+    /// Greedy, until the model stops, with a graph where there can be one.
+    fn default() -> Self {
+        Self {
+            max_tokens: None,
+            sampler: SamplerOptions::default(),
+            stop: Vec::new(),
+            check_every: 0,
+            graph: true,
+        }
+    }
 }
 
 /// Slots compared at a time; the next check goes on with the next ones.
@@ -68,6 +87,8 @@ pub struct Timings {
     pub prefill_tokens: usize,
     /// Steps of the decode phase: one token each. The first token of an answer comes from the prefill.
     pub decode_steps: usize,
+    /// Those of them that were replayed as a graph.
+    pub graph_steps: usize,
 }
 
 impl Timings {
@@ -93,6 +114,8 @@ pub struct Generation {
     pub finish: Finish,
     /// How long it took.
     pub timings: Timings,
+    /// Why no graph was replayed, where one was asked for on a GPU.
+    pub graph_note: Option<String>,
 }
 
 /// One sequence on a model: its KV cache, and the tokens in it.
@@ -102,6 +125,28 @@ pub struct Session<'m> {
     tokens: Vec<u32>,
     /// Decode steps of all answers.
     steps: usize,
+    /// On a GPU: chooses tokens there, and holds the graph of a decode step on `kv`.
+    device: Option<DeviceSteps<'m>>,
+}
+
+/// Who chooses the tokens of an answer.
+enum Chooser<'s, 'm> {
+    Host { sampler: Sampler, history: Vec<u32> },
+    Device { steps: &'s mut DeviceSteps<'m>, graph: bool },
+}
+
+impl Chooser<'_, '_> {
+    /// The token behind those in `kv`, from logits `[1, vocab]`.
+    fn choose(&mut self, logits: &Tensor, kv: &mut KvCache) -> Result<u32> {
+        match self {
+            Self::Host { sampler, history } => {
+                let id = sampler.sample(&logits.squeeze(0)?.to_vec1::<f32>()?, history)?;
+                history.push(id);
+                Ok(id)
+            }
+            Self::Device { steps, .. } => steps.choose(logits, kv),
+        }
+    }
 }
 
 impl<'m> Session<'m> {
@@ -110,7 +155,9 @@ impl<'m> Session<'m> {
     /// # Errors
     /// When there is no memory for the KV cache.
     pub fn new(model: &'m Model) -> Result<Self> {
-        Ok(Self { model, kv: model.decoder().new_kv()?, tokens: Vec::new(), steps: 0 })
+        let decoder = model.decoder();
+        let device = DeviceSteps::of(decoder)?;
+        Ok(Self { model, kv: decoder.new_kv()?, tokens: Vec::new(), steps: 0, device })
     }
 
     /// The model.
@@ -141,7 +188,40 @@ impl<'m> Session<'m> {
         listener: &mut dyn FnMut(Event<'_>) -> ControlFlow<()>,
     ) -> Result<Generation> {
         let most = self.most_tokens(prompt.len(), options.max_tokens)?;
-        let mut sampler = Sampler::new(options.sampler.clone())?;
+        options.sampler.check()?;
+        if let Some(steps) = &mut self.device {
+            steps.begin(&options.sampler, prompt)?;
+        }
+        let mut device = self.device.take();
+        let chooser = match &mut device {
+            Some(steps) => Chooser::Device { steps, graph: options.graph },
+            None => {
+                let sampler = Sampler::new(options.sampler.clone())?;
+                Chooser::Host { sampler, history: prompt.to_vec() }
+            }
+        };
+        let mut answer = self.answer(prompt, options, most, chooser, listener);
+        if let Some(steps) = &mut device {
+            steps.settle();
+            if let (Ok(answer), true) = (&mut answer, options.graph) {
+                answer.graph_note = steps.note().map(str::to_owned);
+                answer.timings.graph_steps = steps.replayed();
+            }
+        }
+        self.device = device;
+        // A step that was enqueued ahead, behind the last token, does not count.
+        self.kv.truncate(self.tokens.len());
+        answer
+    }
+
+    fn answer(
+        &mut self,
+        prompt: &[u32],
+        options: &GenerateOptions,
+        most: usize,
+        mut chooser: Chooser<'_, 'm>,
+        listener: &mut dyn FnMut(Event<'_>) -> ControlFlow<()>,
+    ) -> Result<Generation> {
         let mut stops = StopStrings::new(&options.stop)?;
         let mut detokenizer = Detokenizer::new();
 
@@ -154,18 +234,17 @@ impl<'m> Session<'m> {
             reused_tokens: reused,
             finish: Finish::Cancelled,
             timings: Timings { prefill_tokens: prompt.len() - reused, ..Timings::default() },
+            graph_note: None,
         };
         let logits = self.prefill(prompt, listener)?;
         answer.timings.prefill = started.elapsed();
-        let Some(mut logits) = logits else { return Ok(answer) };
+        let Some(logits) = logits else { return Ok(answer) };
 
         let started = Instant::now();
-        let mut history = prompt.to_vec();
         let mut by_string = false;
+        let mut id = chooser.choose(&logits, &mut self.kv)?;
         answer.finish = loop {
-            let id = sampler.sample(&logits, &history)?;
             answer.tokens.push(id);
-            history.push(id);
             if self.model.is_stop(id) {
                 break Finish::Stop;
             }
@@ -182,7 +261,7 @@ impl<'m> Session<'m> {
             if answer.tokens.len() == most {
                 break Finish::Length;
             }
-            logits = self.advance(&[id])?;
+            id = self.next(id, most - answer.tokens.len(), &mut chooser)?;
             answer.timings.decode_steps += 1;
             self.steps += 1;
             if options.check_every > 0 && self.steps.is_multiple_of(options.check_every) {
@@ -243,7 +322,7 @@ impl<'m> Session<'m> {
         &mut self,
         prompt: &[u32],
         listener: &mut dyn FnMut(Event<'_>) -> ControlFlow<()>,
-    ) -> Result<Option<Vec<f32>>> {
+    ) -> Result<Option<Tensor>> {
         loop {
             let done = self.tokens.len();
             let chunk = self.model.decoder().next_chunk(done, prompt.len() - done);
@@ -259,9 +338,21 @@ impl<'m> Session<'m> {
         }
     }
 
-    fn advance(&mut self, ids: &[u32]) -> Result<Vec<f32>> {
+    fn advance(&mut self, ids: &[u32]) -> Result<Tensor> {
         let logits = self.model.decoder().forward(ids, &mut self.kv, Rows::Last)?;
         self.tokens.extend_from_slice(ids);
-        Ok(logits.squeeze(0)?.to_vec1()?)
+        Ok(logits)
+    }
+
+    /// Runs the token `id` and chooses the one behind it. `left` are the tokens still wanted, at least 1.
+    fn next(&mut self, id: u32, left: usize, chooser: &mut Chooser<'_, 'm>) -> Result<u32> {
+        if let Chooser::Device { steps, graph: true } = chooser
+            && let Some(next) = steps.next(&mut self.kv, left)?
+        {
+            self.tokens.push(id);
+            return Ok(next);
+        }
+        let logits = self.advance(&[id])?;
+        chooser.choose(&logits, &mut self.kv)
     }
 }

@@ -55,6 +55,11 @@ pub mod blocks;
 pub mod chat;
 #[cfg(feature = "cuda")]
 pub mod cuda;
+#[cfg(feature = "cuda")]
+mod decode_graph;
+#[cfg(not(feature = "cuda"))]
+#[path = "decode_graph_none.rs"]
+mod decode_graph;
 mod decoder;
 pub mod error;
 pub mod generate;
@@ -67,6 +72,7 @@ mod sampler;
 mod testing;
 
 pub use chat::{Conversation, Message, Reply, Role};
+pub use decode_graph::{DeviceSteps, PartTime};
 pub use decoder::{Decoder, Rows};
 pub use error::{Error, Result};
 pub use generate::{Event, Finish, GenerateOptions, Generation, Session, Timings};

@@ -77,7 +77,7 @@ impl Sampler {
     /// As [`SamplerOptions::check`].
     pub fn new(options: SamplerOptions) -> Result<Self> {
         options.check()?;
-        let random = SplitMix64(options.seed);
+        let random = SplitMix64::new(options.seed);
         Ok(Self { options, random, logits: Vec::new(), ranked: Vec::new() })
     }
 
@@ -187,9 +187,13 @@ fn argmax(logits: &[f32]) -> Option<(u32, f32)> {
 /// SplitMix64 (Steele, Lea, Flood 2014, "Fast splittable pseudorandom number generators"): small, and its sequence
 /// will never change under us.
 #[derive(Debug, Clone)]
-struct SplitMix64(u64);
+pub(crate) struct SplitMix64(u64);
 
 impl SplitMix64 {
+    pub(crate) fn new(seed: u64) -> Self {
+        Self(seed)
+    }
+
     fn next(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut z = self.0;
@@ -199,7 +203,7 @@ impl SplitMix64 {
     }
 
     /// Uniform in 0..1, 53 bits.
-    fn unit(&mut self) -> f64 {
+    pub(crate) fn unit(&mut self) -> f64 {
         (self.next() >> 11) as f64 / (1u64 << 53) as f64
     }
 }
@@ -227,7 +231,7 @@ mod tests {
     #[test]
     fn splitmix64_is_the_published_sequence() {
         // First outputs for seed 1234567, from the authors' reference implementation.
-        let mut r = SplitMix64(1_234_567);
+        let mut r = SplitMix64::new(1_234_567);
         assert_eq!([r.next(), r.next()], [6_457_827_717_110_365_317, 3_203_168_211_198_807_973]);
     }
 

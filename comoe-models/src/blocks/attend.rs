@@ -17,7 +17,7 @@ pub(super) struct Attend {
     pub(super) scale: f32,
     pub(super) mask: Mask,
     /// A logit for each head `[heads, 1, 1]` that takes part in the softmax and brings no value.
-    sinks: Option<Tensor>,
+    pub(super) sinks: Option<Tensor>,
     /// The same on the host.
     host_sinks: Option<Vec<f32>>,
 }

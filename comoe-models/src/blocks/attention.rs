@@ -3,11 +3,13 @@
 use candle_core::{Result, Tensor};
 
 use super::attend::Attend;
+use super::fused::Heads;
 use super::heads::HeadSplit;
 use super::kv_cache::LayerKv;
 use super::linear::Linear;
 use super::norm::RmsNorm;
 use super::rope::RotaryTable;
+use super::step::Step;
 use crate::arch::{AttentionPlan, QkNormKind, TemperaturePlan};
 
 /// One layer's attention, between the norm before it and the residual addition after it.
@@ -54,7 +56,7 @@ impl Attention {
         Ok(Self { qkv, out, full_norm, clip: plan.clip, heads, temperature: plan.temperature, attend })
     }
 
-    /// Attends from `x [tokens, hidden]`, which begins at `position`, to itself and all before it. Appends to `kv`.
+    /// Attends from `x [tokens, hidden]` to itself and all before it. Appends to `kv`.
     ///
     /// # Errors
     /// Those of candle. The caller has checked that the cache has room.
@@ -62,19 +64,28 @@ impl Attention {
         &self,
         x: &Tensor,
         kv: &LayerKv,
-        position: usize,
+        step: Step<'_>,
         rope: Option<&RotaryTable>,
     ) -> Result<Tensor> {
         let h = &self.heads;
-        let mut qkv = self.qkv.forward(x)?;
+        let mut qkv = self.qkv.forward(x, step)?;
         if let Some([q_norm, k_norm]) = &self.full_norm {
             let (q, k) = (q_norm.width()?, k_norm.width()?);
             let part = |from, width| qkv.narrow(1, from, width)?.contiguous();
             qkv = Tensor::cat(
-                &[q_norm.forward(&part(0, q)?)?, k_norm.forward(&part(q, k)?)?, part(q + k, k)?],
+                &[q_norm.forward(&part(0, q)?, step)?, k_norm.forward(&part(q, k)?, step)?, part(q + k, k)?],
                 1,
             )?;
         }
+        let position = match step {
+            Step::At(position) => position,
+            Step::Fused(fused) => {
+                let op = Heads { split: h, clip: self.clip, rope, temperature: self.temperature };
+                let q = fused.split_append(&qkv, &op, kv)?;
+                let (k, v) = kv.whole()?;
+                return self.out.forward(&fused.attend(&q, &self.attend, k, v)?, step);
+            }
+        };
         if let Some(bound) = self.clip {
             qkv = qkv.clamp(-bound, bound)?;
         }
@@ -88,7 +99,7 @@ impl Attention {
             &split.narrow(0, h.heads, h.kv_heads)?,
             &split.narrow(0, h.heads + h.kv_heads, h.kv_heads)?,
         )?;
-        self.out.forward(&self.attend.forward(&q, &k, &v, position)?)
+        self.out.forward(&self.attend.forward(&q, &k, &v, position)?, step)
     }
 }
 

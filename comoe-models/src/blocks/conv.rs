@@ -7,12 +7,15 @@ use candle_core::{Result, Tensor};
 
 use super::kv_cache::LayerKv;
 use super::linear::Linear;
+use super::step::Step;
 
 /// `out(c * conv(b * x))` with `b, c, x = in(input)`.
 #[derive(Debug, Clone)]
 pub struct ShortConv {
     input: Linear,
-    /// For each tap, oldest first: `[width]`.
+    /// `[width, taps]`, oldest tap first.
+    kernel: Tensor,
+    /// The same for each tap: `[width]`.
     taps: Vec<Tensor>,
     bias: Option<Tensor>,
     out: Linear,
@@ -25,18 +28,25 @@ impl ShortConv {
     /// # Errors
     /// Those of candle.
     pub fn new(input: Linear, kernel: &Tensor, bias: Option<Tensor>, out: Linear) -> Result<Self> {
-        let (_, _, n) = kernel.dims3()?;
-        let taps = (0..n).map(|i| kernel.narrow(2, i, 1)?.flatten_all()?.contiguous());
-        Ok(Self { input, taps: taps.collect::<Result<_>>()?, bias, out })
+        let kernel = kernel.squeeze(1)?.contiguous()?;
+        let taps = (0..kernel.dim(1)?).map(|i| kernel.narrow(1, i, 1)?.flatten_all()?.contiguous());
+        Ok(Self { input, kernel: kernel.clone(), taps: taps.collect::<Result<_>>()?, bias, out })
     }
 
-    /// Mixes `x [tokens, width]`, which begins at `position`, with the positions before it. Appends to `kv`.
+    /// Mixes `x [tokens, width]` with the positions before it. Appends to `kv`.
     ///
     /// # Errors
     /// Those of candle. The caller has checked that the cache has room.
-    pub fn forward(&self, x: &Tensor, kv: &LayerKv, position: usize) -> Result<Tensor> {
+    pub fn forward(&self, x: &Tensor, kv: &LayerKv, step: Step<'_>) -> Result<Tensor> {
         let (tokens, width) = x.dims2()?;
-        let parts = self.input.forward(x)?;
+        let parts = self.input.forward(x, step)?;
+        let position = match step {
+            Step::At(position) => position,
+            Step::Fused(fused) => {
+                let mixed = fused.short_conv(&parts, &self.kernel, self.bias.as_ref(), kv)?;
+                return self.out.forward(&mixed, step);
+            }
+        };
         let part = |i: usize| parts.narrow(1, i * width, width)?.contiguous();
         let (b, c, x) = (part(0)?, part(1)?, part(2)?);
         let all = kv.append_key(position, &(b * x)?.unsqueeze(0)?)?.squeeze(0)?;
@@ -58,6 +68,6 @@ impl ShortConv {
         if let Some(bias) = &self.bias {
             mixed = mixed.broadcast_add(bias)?;
         }
-        self.out.forward(&(c * mixed)?)
+        self.out.forward(&(c * mixed)?, step)
     }
 }

@@ -5,6 +5,7 @@ use comoe_core::Activation;
 
 use super::cpu;
 use super::linear::Linear;
+use super::step::Step;
 
 /// `down(act(gate x) * up x)`.
 #[derive(Debug, Clone)]
@@ -24,8 +25,13 @@ impl DenseFfn {
     ///
     /// # Errors
     /// Those of candle.
-    pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        self.down.forward(&gated(self.activation, &self.gate_up.forward(x)?)?)
+    pub fn forward(&self, x: &Tensor, step: Step<'_>) -> Result<Tensor> {
+        let both = self.gate_up.forward(x, step)?;
+        let inner = match step {
+            Step::Fused(fused) => fused.gated(&both, self.activation)?,
+            Step::At(_) => gated(self.activation, &both)?,
+        };
+        self.down.forward(&inner, step)
     }
 }
 

@@ -12,21 +12,21 @@ use crate::arch::{AttentionPlan, QkNormKind};
 pub(super) struct HeadSplit {
     pub(super) heads: usize,
     pub(super) kv_heads: usize,
-    head_dim: usize,
+    pub(super) head_dim: usize,
     /// Norms over each head of q, k and v.
-    norms: [Option<HeadNorm>; 3],
+    pub(super) norms: [Option<HeadNorm>; 3],
     /// Whether those of q and k come after RoPE.
-    norm_after_rope: bool,
+    pub(super) norm_after_rope: bool,
 }
 
 /// RMS norm over each head.
 #[derive(Debug, Clone)]
-struct HeadNorm {
+pub(super) struct HeadNorm {
     /// `[head_dim]`
-    weight: Tensor,
+    pub(super) weight: Tensor,
     /// The same on the host, for the CPU path.
     host: Vec<f32>,
-    eps: f32,
+    pub(super) eps: f32,
 }
 
 impl HeadNorm {

@@ -12,10 +12,20 @@ pub struct KvCache {
     layers: Vec<LayerKv>,
     len: usize,
     capacity: usize,
+    place: Option<Place>,
+}
+
+/// The position as kernels of fused steps read it.
+#[derive(Debug)]
+struct Place {
+    /// `[1]`, U32.
+    buffer: Tensor,
+    /// What it holds once all that was enqueued is done; `None`: not known.
+    holds: Option<usize>,
 }
 
 /// Keys and values of one layer.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub struct LayerKv {
     k: Tensor,
     /// `None` where values are part of the keys.
@@ -33,7 +43,11 @@ impl KvCache {
             let zeros = |width: usize| Tensor::zeros((heads, capacity, width), dtype, device);
             Ok(LayerKv { k: zeros(key)?, v: if value > 0 { Some(zeros(value)?) } else { None } })
         });
-        Ok(Self { layers: layers.collect::<Result<_>>()?, len: 0, capacity })
+        let place = match device {
+            Device::Cuda(_) => Some(Place { buffer: Tensor::zeros(1, DType::U32, device)?, holds: Some(0) }),
+            _ => None,
+        };
+        Ok(Self { layers: layers.collect::<Result<_>>()?, len: 0, capacity, place })
     }
 
     /// Tokens held.
@@ -51,9 +65,27 @@ impl KvCache {
         self.capacity
     }
 
+    /// Counts `tokens` that nobody has written: their keys and values are what is there, zeros in a new cache. For
+    /// measuring at a length of one's choice.
+    ///
+    /// # Errors
+    /// [`Error::ContextExceeded`].
+    #[doc(hidden)]
+    pub fn pretend(&mut self, tokens: usize) -> Result<()> {
+        self.reserve(tokens)?;
+        self.len += tokens;
+        Ok(())
+    }
+
     /// Forgets all but the first `len` tokens (all are kept when there are fewer).
     pub fn truncate(&mut self, len: usize) {
         self.len = self.len.min(len);
+    }
+
+    /// All that layers keep, `[heads, capacity, width]` each, first layer first. For tests that look into it.
+    #[doc(hidden)]
+    pub fn tensors(&self) -> impl Iterator<Item = &Tensor> {
+        self.layers.iter().flat_map(|l| std::iter::once(&l.k).chain(&l.v))
     }
 
     /// Checks that `tokens` more fit.
@@ -69,12 +101,57 @@ impl KvCache {
         self.len += tokens;
     }
 
-    pub(crate) fn layer(&self, layer: usize) -> &LayerKv {
-        &self.layers[layer]
+    pub(crate) fn layers(&self) -> &[LayerKv] {
+        &self.layers
+    }
+
+    /// The position in the device's memory, `[1]` U32, made to hold `position` when everything enqueued so far is done.
+    pub(crate) fn place(&mut self, position: usize) -> Result<Tensor> {
+        let Some(place) = &mut self.place else {
+            return Err(candle_core::Error::msg("a KV cache of the CPU has its position on the host").into());
+        };
+        if place.holds != Some(position) {
+            let now = Tensor::new(&[position as u32], place.buffer.device())?;
+            place.buffer.slice_set(&now, 0, 0)?;
+            place.holds = Some(position);
+        }
+        Ok(place.buffer.clone())
+    }
+
+    /// What was enqueued moves the position to the end of the sequence itself.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn place_moved(&mut self) {
+        if let Some(place) = &mut self.place {
+            place.holds = Some(self.len);
+        }
+    }
+
+    /// Some step may not have moved the position as was expected.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn forget_place(&mut self) {
+        if let Some(place) = &mut self.place {
+            place.holds = None;
+        }
     }
 }
 
 impl LayerKv {
+    /// Keys of all positions, `[kv_heads, capacity, width]`.
+    pub fn keys(&self) -> &Tensor {
+        &self.k
+    }
+
+    /// Keys and values of all positions.
+    ///
+    /// # Errors
+    /// When the layer keeps no values.
+    pub fn whole(&self) -> candle_core::Result<(&Tensor, &Tensor)> {
+        match &self.v {
+            Some(v) => Ok((&self.k, v)),
+            None => candle_core::bail!("this layer keeps no values"),
+        }
+    }
+
     /// Writes `k` and `v`, `[kv_heads, tokens, head_dim]`, at `position`, and returns the keys and values of
     /// positions `0..position + tokens` as views.
     ///

@@ -12,6 +12,7 @@ use super::kv_cache::LayerKv;
 use super::linear::Linear;
 use super::norm::RmsNorm;
 use super::rope::RotaryTable;
+use super::step::Step;
 use crate::arch::{LatentPlan, Mask};
 
 /// One layer's latent attention, between the norm before it and the residual addition after it.
@@ -22,7 +23,7 @@ pub struct LatentAttention {
     latent_norm: RmsNorm,
     /// `[heads, nope_dim, latent]`
     to_keys: Tensor,
-    /// `[heads, latent, value_dim]`
+    /// `[heads, value_dim, latent]`
     to_values: Tensor,
     out: Linear,
     attend: Attend,
@@ -69,23 +70,33 @@ impl LatentAttention {
         let LatentWeights { query, compress, latent_norm, expand, out } = weights;
         let expand = expand.reshape((plan.heads, plan.nope_dim + plan.value_dim, plan.latent))?;
         let to_keys = expand.narrow(1, 0, plan.nope_dim)?.contiguous()?;
-        let to_values = expand.narrow(1, plan.nope_dim, plan.value_dim)?.contiguous()?.t()?;
+        let to_values = expand.narrow(1, plan.nope_dim, plan.value_dim)?.contiguous()?;
         let latent_norm = RmsNorm::new(latent_norm, plan.norm_eps);
         let attend = Attend::new(plan.scale, Mask::Causal, None)?;
         Ok(Self { query, compress, latent_norm, to_keys, to_values, out, attend, plan: plan.clone() })
     }
 
-    /// Attends from `x [tokens, hidden]`, which begins at `position`, to itself and all before it. Appends to `kv`.
+    /// Attends from `x [tokens, hidden]` to itself and all before it. Appends to `kv`.
     ///
     /// # Errors
     /// Those of candle. The caller has checked that the cache has room.
-    pub fn forward(&self, x: &Tensor, kv: &LayerKv, position: usize, rope: &RotaryTable) -> Result<Tensor> {
+    pub fn forward(&self, x: &Tensor, kv: &LayerKv, step: Step<'_>, rope: &RotaryTable) -> Result<Tensor> {
         let &LatentPlan { heads, latent, nope_dim, rope_dim, value_dim, .. } = &self.plan;
         let tokens = x.dim(0)?;
         let q = match &self.query {
-            Query::Plain(project) => project.forward(x)?,
+            Query::Plain(project) => project.forward(x, step)?,
             Query::Compressed { compress, norm, expand } => {
-                expand.forward(&norm.forward(&compress.forward(x)?)?)?
+                expand.forward(&norm.forward(&compress.forward(x, step)?, step)?, step)?
+            }
+        };
+        let compressed = self.compress.forward(x, step)?;
+        let position = match step {
+            Step::At(position) => position,
+            Step::Fused(fused) => {
+                let q = fused.latent(&q, &compressed, &self.latent_norm, &self.to_keys, rope, kv)?;
+                let values = kv.keys().narrow(2, 0, latent)?;
+                let seen = fused.attend(&q, &self.attend, kv.keys(), &values)?;
+                return self.out.forward(&fused.latent_values(&seen, &self.to_values)?, step);
             }
         };
         let q = q.reshape((tokens, heads, nope_dim + rope_dim))?.transpose(0, 1)?;
@@ -93,14 +104,13 @@ impl LatentAttention {
         let q_rope = rope.rotate(&q.narrow(2, nope_dim, rope_dim)?, position)?;
         let q = Tensor::cat(&[q_latent, q_rope], 2)?;
 
-        let compressed = self.compress.forward(x)?;
-        let latents = self.latent_norm.forward(&compressed.narrow(1, 0, latent)?.contiguous()?)?;
+        let latents = self.latent_norm.forward(&compressed.narrow(1, 0, latent)?.contiguous()?, step)?;
         let k_rope = rope.rotate(&compressed.narrow(1, latent, rope_dim)?.unsqueeze(0)?, position)?;
         let k = kv.append_key(position, &Tensor::cat(&[latents.unsqueeze(0)?, k_rope], 2)?)?;
 
         let seen = self.attend.forward(&q, &k, &k.narrow(2, 0, latent)?, position)?;
         let seen = seen.reshape((tokens, heads, latent))?.transpose(0, 1)?.contiguous()?;
-        let values = seen.matmul(&self.to_values)?.transpose(0, 1)?;
-        self.out.forward(&values.reshape((tokens, heads * value_dim))?)
+        let values = seen.matmul(&self.to_values.t()?)?.transpose(0, 1)?;
+        self.out.forward(&values.reshape((tokens, heads * value_dim))?, step)
     }
 }

@@ -1,14 +1,21 @@
 //! What layers are made of. A block takes and gives plain candle tensors, one sequence at a time: `[tokens, width]`.
 //!
-//! Each fused operation has two paths with the same result up to rounding: a loop over slices for F32 on the CPU,
-//! where decode would otherwise spend its time between many small candle operations, and candle operations for
-//! everything else. Tests compare the two.
+//! Each fused operation has three paths with the same result up to rounding: a loop over slices for F32 on the CPU,
+//! where decode would otherwise spend its time between many small candle operations; kernels of this crate for few
+//! tokens on a GPU, for the same reason ([`fused`]); and candle operations for everything else. Tests compare them.
 
+#[cfg(any(test, feature = "cuda"))]
+mod arena;
 pub(crate) mod attend;
 pub mod attention;
 pub mod conv;
 mod cpu;
 pub mod ffn;
+#[cfg(feature = "cuda")]
+pub mod fused;
+#[cfg(not(feature = "cuda"))]
+#[path = "fused_none.rs"]
+pub mod fused;
 mod heads;
 pub mod kv_cache;
 pub mod latent;
@@ -17,3 +24,4 @@ pub mod moe;
 pub mod norm;
 pub mod rope;
 pub mod router;
+pub mod step;

@@ -7,6 +7,7 @@ use super::ffn::DenseFfn;
 use super::linear::Linear;
 use super::norm::Norm;
 use super::router::Router;
+use super::step::Step;
 use crate::error::Result;
 
 /// A router before the experts of one layer, and what every token gets besides.
@@ -54,23 +55,41 @@ impl Moe {
     ///
     /// # Errors
     /// Those of the router and of the cache.
-    pub fn forward(&self, x: &Tensor, residual: &Tensor, experts: &ExpertCache) -> Result<Tensor> {
+    pub fn forward(
+        &self,
+        x: &Tensor,
+        residual: &Tensor,
+        experts: &ExpertCache,
+        step: Step<'_>,
+    ) -> Result<Tensor> {
         let routed = |router_input: &Tensor, x: &Tensor| -> Result<Tensor> {
-            let (ids, weights) = self.router.forward(router_input)?;
-            Ok(experts.layer(self.layer).forward(x, &ids, &weights)?)
+            let (ids, weights) = self.router.forward(router_input, step)?;
+            let experts = experts.layer(self.layer);
+            let Step::Fused(fused) = step else { return Ok(experts.forward(x, &ids, &weights)?) };
+            let y = experts.forward_to(x, &ids, &weights, &fused.room_like(x)?)?;
+            fused.mark("experts", 0)?;
+            Ok(y)
         };
         Ok(match &self.shared {
             Shared::None => routed(x, x)?,
-            Shared::Mlp(ffn) => (routed(x, x)? + ffn.forward(x)?)?,
+            Shared::Mlp(ffn) => add(&routed(x, x)?, &ffn.forward(x, step)?, None, step)?,
             Shared::Gated(ffn, gate) => {
-                let gate = candle_nn::ops::sigmoid(&gate.forward(x)?)?;
-                (routed(x, x)? + ffn.forward(x)?.broadcast_mul(&gate)?)?
+                add(&routed(x, x)?, &ffn.forward(x, step)?, Some(&gate.forward(x, step)?), step)?
             }
             Shared::Parallel(p) => {
-                let dense = p.post.forward(&p.ffn.forward(x)?)?;
-                let routed = routed(residual, &p.experts_pre.forward(residual)?)?;
-                (dense + p.experts_post.forward(&routed)?)?
+                let dense = p.post.forward(&p.ffn.forward(x, step)?, step)?;
+                let routed = routed(residual, &p.experts_pre.forward(residual, step)?)?;
+                add(&dense, &p.experts_post.forward(&routed, step)?, None, step)?
             }
         })
+    }
+}
+
+/// `x + y`, or `x + sigmoid(gate) y` with `gate [tokens, 1]`.
+fn add(x: &Tensor, y: &Tensor, gate: Option<&Tensor>, step: Step<'_>) -> candle_core::Result<Tensor> {
+    match (step, gate) {
+        (Step::Fused(fused), gate) => fused.add(x, y, gate),
+        (Step::At(_), None) => x + y,
+        (Step::At(_), Some(gate)) => x + y.broadcast_mul(&candle_nn::ops::sigmoid(gate)?)?,
     }
 }

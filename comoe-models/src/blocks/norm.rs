@@ -4,6 +4,7 @@
 use candle_core::{CpuStorage, CustomOp2, CustomOp3, Layout, Result, Shape, Tensor};
 
 use super::cpu;
+use super::step::Step;
 
 /// A norm over the last dimension.
 #[derive(Debug, Clone)]
@@ -26,10 +27,13 @@ impl Norm {
     ///
     /// # Errors
     /// Those of candle.
-    pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
+    pub fn forward(&self, x: &Tensor, step: Step<'_>) -> Result<Tensor> {
         match self {
-            Self::Rms(norm) => norm.forward(x),
+            Self::Rms(norm) => norm.forward(x, step),
             Self::Layer { weight, bias, eps } => {
+                if let Step::Fused(fused) = step {
+                    return fused.layer_norm(x, weight, bias, *eps);
+                }
                 candle_nn::ops::layer_norm(&x.contiguous()?, weight, bias, *eps)
             }
         }
@@ -40,12 +44,12 @@ impl Norm {
     ///
     /// # Errors
     /// Those of candle.
-    pub fn add_forward(&self, x: &Tensor, delta: &Tensor) -> Result<(Tensor, Tensor)> {
+    pub fn add_forward(&self, x: &Tensor, delta: &Tensor, step: Step<'_>) -> Result<(Tensor, Tensor)> {
         if let Self::Rms(norm) = self {
-            return norm.add_forward(x, delta);
+            return norm.add_forward(x, delta, step);
         }
         let sum = (x + delta)?;
-        let normed = self.forward(&sum)?;
+        let normed = self.forward(&sum, step)?;
         Ok((sum, normed))
     }
 }
@@ -53,8 +57,8 @@ impl Norm {
 /// `weight * x / sqrt(mean(x²) + eps)` over the last dimension.
 #[derive(Debug, Clone)]
 pub struct RmsNorm {
-    weight: Tensor,
-    eps: f32,
+    pub(super) weight: Tensor,
+    pub(super) eps: f32,
 }
 
 impl RmsNorm {
@@ -75,7 +79,10 @@ impl RmsNorm {
     ///
     /// # Errors
     /// Those of candle.
-    pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
+    pub fn forward(&self, x: &Tensor, step: Step<'_>) -> Result<Tensor> {
+        if let Step::Fused(fused) = step {
+            return fused.rms_norm(x, &self.weight, self.eps);
+        }
         if cpu::applies(x) {
             return x.apply_op2_no_bwd(&self.weight, &NormOp { eps: self.eps });
         }
@@ -87,7 +94,10 @@ impl RmsNorm {
     ///
     /// # Errors
     /// Those of candle.
-    pub fn add_forward(&self, x: &Tensor, delta: &Tensor) -> Result<(Tensor, Tensor)> {
+    pub fn add_forward(&self, x: &Tensor, delta: &Tensor, step: Step<'_>) -> Result<(Tensor, Tensor)> {
+        if let Step::Fused(fused) = step {
+            return fused.add_rms_norm(x, delta, &self.weight, self.eps);
+        }
         if cpu::applies(x) {
             let both = x.apply_op3_no_bwd(delta, &self.weight, &AddNormOp { eps: self.eps })?;
             return Ok((both.get(0)?, both.get(1)?));
@@ -186,9 +196,9 @@ mod tests {
             let (x, d) = (random(&[tokens, width], 1), random(&[tokens, width], 2));
             let norm = RmsNorm::new(random(&[width], 3), 1e-6);
             let want = candle_nn::ops::rms_norm_slow(&x, &norm.weight, norm.eps).unwrap();
-            close(&norm.forward(&x).unwrap(), &want, 1e-5);
+            close(&norm.forward(&x, Step::At(0)).unwrap(), &want, 1e-5);
             let sum = (&x + &d).unwrap();
-            let (got_sum, got) = norm.add_forward(&x, &d).unwrap();
+            let (got_sum, got) = norm.add_forward(&x, &d, Step::At(0)).unwrap();
             close(&got_sum, &sum, 0.0);
             close(&got, &candle_nn::ops::rms_norm_slow(&sum, &norm.weight, norm.eps).unwrap(), 1e-5);
         }
@@ -199,8 +209,9 @@ mod tests {
         let (x, w) = (random(&[3, 32], 1), random(&[32], 2));
         let narrow = |t: &Tensor| t.to_dtype(DType::BF16).unwrap();
         let wide = |t: &Tensor| t.to_dtype(DType::F32).unwrap();
-        let (sum, got) = RmsNorm::new(narrow(&w), 1e-6).add_forward(&narrow(&x), &narrow(&x)).unwrap();
-        let want = RmsNorm::new(wide(&narrow(&w)), 1e-6).forward(&wide(&sum)).unwrap();
+        let norm = RmsNorm::new(narrow(&w), 1e-6);
+        let (sum, got) = norm.add_forward(&narrow(&x), &narrow(&x), Step::At(0)).unwrap();
+        let want = RmsNorm::new(wide(&narrow(&w)), 1e-6).forward(&wide(&sum), Step::At(0)).unwrap();
         close(&wide(&got), &want, 0.02);
     }
 }

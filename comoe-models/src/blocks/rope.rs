@@ -10,12 +10,12 @@ use crate::arch::{Pairing, RopePlan, RopeScaling};
 #[derive(Debug, Clone)]
 pub struct RotaryTable {
     /// `[context, dim / 2]`, in the model's dtype, on its device.
-    cos: Tensor,
-    sin: Tensor,
+    pub(super) cos: Tensor,
+    pub(super) sin: Tensor,
     /// The same in F32 on the host, for the CPU path.
     host: Option<(Vec<f32>, Vec<f32>)>,
-    dim: usize,
-    pairing: Pairing,
+    pub(super) dim: usize,
+    pub(super) pairing: Pairing,
 }
 
 impl RotaryTable {

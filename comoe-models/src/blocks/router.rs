@@ -5,6 +5,7 @@ use half::{bf16, f16};
 
 use super::linear::Linear;
 use super::norm::RmsNorm;
+use super::step::Step;
 use crate::arch::{GroupScore, Groups, Normalise, RouterPlan, RouterPrecision, Score};
 use crate::error::{Error, Result};
 
@@ -13,8 +14,17 @@ use crate::error::{Error, Result};
 pub struct Router {
     projection: Linear,
     extras: RouterExtras,
+    on_device: OnDevice,
     plan: RouterPlan,
     layer: usize,
+}
+
+/// Numbers of [`RouterExtras`] where the projection is, `[experts]` in F32.
+#[derive(Debug, Clone)]
+#[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "read by kernels"))]
+pub(super) struct OnDevice {
+    pub(super) choice_bias: Option<Tensor>,
+    pub(super) expert_scale: Option<Tensor>,
 }
 
 /// What some routers have besides their projection, where the plan says so.
@@ -30,27 +40,42 @@ pub struct RouterExtras {
 
 impl Router {
     /// A router of the model's layer `layer` (for messages) with projection `[experts, hidden]`.
-    pub fn new(projection: Linear, extras: RouterExtras, plan: RouterPlan, layer: usize) -> Self {
-        Self { projection, extras, plan, layer }
+    ///
+    /// # Errors
+    /// Those of candle.
+    pub fn new(projection: Linear, extras: RouterExtras, plan: RouterPlan, layer: usize) -> Result<Self> {
+        let there = |numbers: &Option<Vec<f32>>| {
+            numbers.as_ref().map(|n| Tensor::new(n.as_slice(), projection.device())).transpose()
+        };
+        let on_device =
+            OnDevice { choice_bias: there(&extras.choice_bias)?, expert_scale: there(&extras.expert_scale)? };
+        Ok(Self { projection, extras, on_device, plan, layer })
     }
 
     /// Routes `x [tokens, hidden]`: expert ids `[tokens, top_k]` (U32) and weights `[tokens, top_k]` (F32), the first
     /// choice first.
     ///
-    /// Both are host tensors whatever the model's device: the cache's schedule decides on the host.
+    /// Both are host tensors whatever the model's device, because the cache's schedule decides on the host; in a fused
+    /// step they stay on the device.
     ///
     /// # Errors
-    /// [`Error::BadRouter`] when an output is not a number.
-    pub fn forward(&self, x: &Tensor) -> Result<(Tensor, Tensor)> {
+    /// [`Error::BadRouter`] when an output is not a number; in a fused step an error word says so, which the decoder
+    /// looks at when the step is done.
+    pub fn forward(&self, x: &Tensor, step: Step<'_>) -> Result<(Tensor, Tensor)> {
         let dtype = x.dtype();
         let mut input = match &self.extras.norm {
-            Some(norm) => norm.forward(x)?,
+            Some(norm) => norm.forward(x, step)?,
             None => x.clone(),
         };
-        if matches!(self.plan.precision, RouterPrecision::F32 | RouterPrecision::F32Logits) {
+        // Fused kernels multiply in F32 in any case, and take the input as it is.
+        let wide = matches!(self.plan.precision, RouterPrecision::F32 | RouterPrecision::F32Logits);
+        if wide && matches!(step, Step::At(_)) {
             input = input.to_dtype(DType::F32)?;
         }
-        let logits = self.projection.forward(&input)?;
+        let logits = self.projection.forward(&input, step)?;
+        if let Step::Fused(fused) = step {
+            return Ok(fused.route(&logits, dtype, &self.plan, &self.on_device, self.layer)?);
+        }
         let (tokens, experts) = logits.dims2()?;
         let logits = logits.to_dtype(DType::F32)?.flatten_all()?.to_vec1::<f32>()?;
         let (ids, mut weights) = route(&logits, experts, &self.plan, &self.extras)
@@ -219,8 +244,9 @@ mod tests {
                 RouterExtras::default(),
                 RouterPlan::softmax(4, normalise),
                 0,
-            );
-            let (ids, weights) = router.forward(&x).unwrap();
+            )
+            .unwrap();
+            let (ids, weights) = router.forward(&x, Step::At(0)).unwrap();
             let p = candle_nn::ops::softmax(&x.matmul(&w.t().unwrap()).unwrap(), D::Minus1).unwrap();
             let want_ids = p.arg_sort_last_dim(false).unwrap().narrow(1, 0, 4).unwrap().contiguous().unwrap();
             let mut want = p.gather(&want_ids, 1).unwrap();
@@ -304,9 +330,9 @@ mod tests {
         }
         assert_eq!(route(&[f32::NEG_INFINITY; 2]), Err(0));
         let w = Tensor::zeros((4, 8), DType::F32, &Device::Cpu).unwrap();
-        let router = Router::new(Linear::new(&w, None).unwrap(), RouterExtras::default(), plan, 3);
+        let router = Router::new(Linear::new(&w, None).unwrap(), RouterExtras::default(), plan, 3).unwrap();
         let x = (random(&[2, 8], 1) * f64::NAN).unwrap();
-        let e = router.forward(&x).unwrap_err().to_string();
+        let e = router.forward(&x, Step::At(0)).unwrap_err().to_string();
         assert!(e.contains("layer 3") && e.contains("token 0"), "{e}");
     }
 }

@@ -141,7 +141,7 @@ impl Builder<'_, '_> {
             FfnPlan::Dense { intermediate, activation } => {
                 Ffn::Dense(self.dense(self.plan.names.dense, *intermediate, *activation)?)
             }
-            FfnPlan::Moe(moe) => Ffn::Moe(self.moe(moe, layer)?),
+            FfnPlan::Moe(moe) => Ffn::Moe(Box::new(self.moe(moe, layer)?)),
         })
     }
 
@@ -198,7 +198,7 @@ impl Builder<'_, '_> {
             let scale = (self.tensor("router.scale", &[hidden])? * (hidden as f64).powf(-0.5))?;
             extras.norm = Some(RmsNorm::new(scale, self.plan.norm.eps));
         }
-        Ok(Router::new(Linear::new(&weight, bias)?, extras, router, layer))
+        Router::new(Linear::new(&weight, bias)?, extras, router, layer)
     }
 
     /// The number on the whole layer.

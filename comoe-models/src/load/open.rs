@@ -81,7 +81,7 @@ pub(crate) fn open_decoder(
         naming = naming.with_stacked_layout(layout);
     }
     let store = expert_store(&plan, &checkpoint, &naming, options, progress)?;
-    let mut notes = store.notes().to_vec();
+    let notes = store.notes().to_vec();
     let top_k = plan.moe_layers().map(|(_, moe)| moe.router.top_k).max().unwrap_or(0);
     let mut weights = DenseWeights::new(&checkpoint, &naming, options.dtype, device, progress)?;
     let memory = match device {
@@ -97,7 +97,6 @@ pub(crate) fn open_decoder(
     let reserve = options.cache.reserve + memory.map_or(0, |m| m.reserve());
     let cache = CacheOptions { top_k, reserve, ..options.cache.clone() };
     let experts = ExpertCache::builder(store, device).options(cache).cuda(options.cuda.clone()).build()?;
-    notes.extend_from_slice(experts.notes());
     let decoder = Decoder::load(plan, &mut weights, experts, context, options.dtype, device)?;
     Ok(decoder.with_notes(notes).with_memory(memory))
 }

@@ -22,20 +22,20 @@ const F32_TOLERANCE: f32 = 1e-3;
 const BF16_TOLERANCE: f64 = 0.08;
 
 /// One device for all: a second one would have a stream of its own.
-static GPU: LazyLock<Device> = LazyLock::new(|| cuda_device(0).expect("a CUDA device"));
+pub(crate) static GPU: LazyLock<Device> = LazyLock::new(|| cuda_device(0).expect("a CUDA device"));
 
 /// A file of this checkout, or of the one whose `assets` folder COMOE_ASSETS names.
-fn checkout(name: &str) -> PathBuf {
+pub(crate) fn checkout(name: &str) -> PathBuf {
     let assets = std::env::var_os("COMOE_ASSETS").map(PathBuf::from);
     assets.unwrap_or_else(|| Path::new(env!("CARGO_MANIFEST_DIR")).join("../assets")).join("..").join(name)
 }
 
-fn tiny() -> PathBuf {
+pub(crate) fn tiny() -> PathBuf {
     checkout("assets/comoe-tiny")
 }
 
 /// Prompts in tokens, from the golden file.
-fn prompts() -> Vec<Vec<u32>> {
+pub(crate) fn prompts() -> Vec<Vec<u32>> {
     let text = std::fs::read_to_string(checkout("assets/fixtures/comoe_tiny_logits.json")).expect("fixtures");
     let meta: serde_json::Value = serde_json::from_str(&text).expect("JSON");
     let ids = |prompt: &serde_json::Value| -> Vec<u32> {
@@ -45,7 +45,7 @@ fn prompts() -> Vec<Vec<u32>> {
 }
 
 /// Converted experts, kept for the tests of this process.
-fn converted() -> PathBuf {
+pub(crate) fn converted() -> PathBuf {
     let folder = std::env::temp_dir().join(format!("comoe-gpu-tests-{}", std::process::id()));
     std::fs::create_dir_all(&folder).expect("a folder for converted experts");
     folder

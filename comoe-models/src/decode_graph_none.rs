@@ -1,0 +1,106 @@
+//! In place of `decode_graph` in a build without GPU kernels: nothing of it can be made.
+
+use std::convert::Infallible;
+use std::marker::PhantomData;
+
+use candle_core::Tensor;
+
+use crate::blocks::kv_cache::KvCache;
+use crate::decoder::Decoder;
+use crate::error::Result;
+use crate::sampler::SamplerOptions;
+
+/// Decodes one sequence on a GPU.
+pub struct DeviceSteps<'m> {
+    never: Infallible,
+    decoder: PhantomData<&'m Decoder>,
+}
+
+/// One kind of part of a step.
+#[derive(Debug, Clone, PartialEq, serde::Serialize)]
+pub struct PartTime {
+    /// What it is.
+    pub what: String,
+    /// How often a step has it.
+    pub times: usize,
+    /// Time of all of them in a step, us.
+    pub us: f64,
+    /// Bytes of dense weights that all of them read.
+    pub bytes: u64,
+}
+
+impl<'m> DeviceSteps<'m> {
+    /// `None`: this build has no kernels.
+    ///
+    /// # Errors
+    /// None.
+    pub fn of(_: &'m Decoder) -> Result<Option<Self>> {
+        Ok(None)
+    }
+
+    /// Why the last step was not replayed, if that is so.
+    pub fn note(&self) -> Option<&str> {
+        match self.never {}
+    }
+
+    /// Steps replayed since [`Self::begin`].
+    pub fn replayed(&self) -> usize {
+        match self.never {}
+    }
+
+    /// How long the host took to enqueue the steps replayed since [`Self::begin`].
+    pub fn launching(&self) -> std::time::Duration {
+        match self.never {}
+    }
+
+    /// Enqueues `n` steps by replaying a graph, and waits for the last.
+    ///
+    /// # Errors
+    /// None.
+    #[doc(hidden)]
+    pub fn run_blind(&mut self, _: &mut KvCache, _: usize) -> Result<bool> {
+        match self.never {}
+    }
+
+    /// Where the time of a replayed step goes.
+    ///
+    /// # Errors
+    /// None.
+    pub fn profile(&mut self, _: &mut KvCache, _: usize) -> Result<Option<Vec<PartTime>>> {
+        match self.never {}
+    }
+
+    /// Nodes of the graph that was recorded last.
+    pub fn nodes(&self) -> Option<usize> {
+        match self.never {}
+    }
+
+    /// Begins an answer to `prompt`.
+    ///
+    /// # Errors
+    /// None.
+    pub fn begin(&mut self, _: &SamplerOptions, _: &[u32]) -> Result<()> {
+        match self.never {}
+    }
+
+    /// Chooses the token behind those in a cache from logits `[1, vocab]`.
+    ///
+    /// # Errors
+    /// None.
+    pub fn choose(&mut self, _: &Tensor, _: &mut KvCache) -> Result<u32> {
+        match self.never {}
+    }
+
+    /// Runs the token that was chosen last, and chooses the one behind it.
+    ///
+    /// # Errors
+    /// None.
+    pub fn next(&mut self, _: &mut KvCache, _: usize) -> Result<Option<u32>> {
+        match self.never {}
+    }
+
+    /// Waits for what is under way.
+    pub fn settle(&mut self) {
+        match self.never {}
+    }
+}
