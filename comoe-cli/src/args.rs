@@ -140,6 +140,9 @@ pub(crate) struct ModelArgs {
     /// Page-lock no experts: copies are slower, and memory stays with others
     #[arg(long, conflicts_with = "page_lock_limit", help_heading = "Device")]
     no_page_lock: bool,
+    /// Decode on a GPU step by step, not as one CUDA graph: slower, with the same tokens, for looking at a problem
+    #[arg(long, help_heading = "Device")]
+    pub(crate) no_graph: bool,
     /// Tokens of context, answer included [default: the model's, at most 4096]
     #[arg(long, value_name = "N", value_parser = parse_positive, help_heading = "Experts and memory")]
     pub(crate) context: Option<usize>,
@@ -335,7 +338,8 @@ mod tests {
         let parsed = |args: &[&str]| generate(args).map(|g| g.model);
         let m = parsed(&[]).unwrap();
         assert_eq!((m.device, m.compute, m.resident_format), (DeviceChoice::Auto, None, None));
-        assert_eq!((m.page_lock_limit(), m.check), (None, None));
+        assert_eq!((m.page_lock_limit(), m.check, m.no_graph), (None, None, false));
+        assert!(parsed(&["--no-graph"]).unwrap().no_graph);
         let m = parsed(&["--device=cuda:1", "--compute=f32", "--resident-format=bf16", "--check=7"]).unwrap();
         assert_eq!((m.device, m.compute), (DeviceChoice::Cuda(1), Some(DType::F32)));
         assert_eq!((m.resident_format, m.check), (Some(ResidentFormat::Bf16), Some(7)));

@@ -33,6 +33,8 @@ pub(crate) struct Loaded<M = Model> {
     notes: Vec<String>,
     /// Decode steps between checks of slots; 0: never.
     pub(crate) check: usize,
+    /// Whether a GPU may replay decode steps as a graph.
+    pub(crate) graph: bool,
 }
 
 /// Loads the model in `folder`.
@@ -113,7 +115,8 @@ fn load_with<M: AsRef<Decoder>>(
             "--resident-format, --page-lock-limit and --no-page-lock change nothing on the CPU".to_owned(),
         );
     }
-    let loaded = Loaded { model: model?, folder, options, took, notes, check: args.check.unwrap_or(0) };
+    let (check, graph) = (args.check.unwrap_or(0), !args.no_graph);
+    let loaded = Loaded { model: model?, folder, options, took, notes, check, graph };
     loaded.say_what_is_in_force(quiet);
     Ok(loaded)
 }

@@ -94,6 +94,7 @@ impl<'m> Talk<'m> {
             max_tokens: self.settings.max_tokens,
             sampler: SamplerOptions { seed, ..self.settings.sampler.clone() },
             check_every: self.loaded.check,
+            graph: self.loaded.graph,
             ..GenerateOptions::default()
         };
         let (answers, output) = (&mut self.answers, self.settings.output);
@@ -149,6 +150,9 @@ impl<'m> Talk<'m> {
                     generation.tokens.len()
                 ),
                 Finish::Cancelled => say!("note: the answer was stopped"),
+            }
+            if let Some(reason) = &generation.graph_note {
+                say!("note: decoded without a CUDA graph: {reason}");
             }
         }
         if output.stats {
