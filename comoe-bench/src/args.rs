@@ -103,6 +103,22 @@ pub(crate) struct DecodeArgs {
     /// One JSON object a run, instead of tables.
     #[arg(long)]
     pub(crate) json: bool,
+    /// On a GPU, run steps one by one instead of replaying them as a graph.
+    #[arg(long)]
+    pub(crate) no_graph: bool,
+    /// On a GPU, take the experts from a recorded trace (our format or CSV) in place of the routers' choice. Top-k is the
+    /// trace's; its prompt runs first, then its decoded tokens twice.
+    #[arg(long, value_name = "TRACE", conflicts_with = "no_reuse")]
+    pub(crate) replay: Option<PathBuf>,
+    /// On a GPU, take the experts that were used longest ago, so that none is found in its slot.
+    #[arg(long)]
+    pub(crate) no_reuse: bool,
+    /// On a GPU, say where the time of a step goes.
+    #[arg(long)]
+    pub(crate) profile: bool,
+    /// On a GPU, length of the sequence where what is measured begins, in tokens.
+    #[arg(long, default_value_t = 512)]
+    pub(crate) length: usize,
 }
 
 impl DecodeArgs {

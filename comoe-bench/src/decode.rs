@@ -186,19 +186,7 @@ impl Decode {
     /// # Errors
     /// For slots that do not fit, devices that cannot be used, and whatever the cache and the model report.
     pub fn run(&self, device: &Device, say: &dyn Fn(&str)) -> Result<Measured> {
-        let Self { shape, slots_per_layer, .. } = self;
-        if let Some(n) = slots_per_layer.filter(|n| !(shape.top_k..=shape.experts).contains(n)) {
-            let (least, most) = (shape.top_k, shape.experts);
-            return Err(Error::BadOption {
-                option: "--slots-per-layer",
-                value: n.to_string(),
-                expected: format!("a layer of {} uses {least} to {most}", shape.name),
-            });
-        }
-        if self.steps == 0 {
-            let expected = "at least 1 token is needed".to_owned();
-            return Err(Error::BadOption { option: "--steps", value: "0".to_owned(), expected });
-        }
+        self.check()?;
         let before = free_memory(device)?;
         let start = Instant::now();
         say("making the experts");
@@ -243,7 +231,25 @@ impl Decode {
         Ok(self.measured(&times, model.cache(), load_s, Evenness::of(&directory, &uses), memory))
     }
 
-    fn cache(&self, device: &Device) -> Result<(ExpertCache, Uses)> {
+    /// Whether sizes fit.
+    pub(crate) fn check(&self) -> Result<()> {
+        let Self { shape, slots_per_layer, .. } = self;
+        if let Some(n) = slots_per_layer.filter(|n| !(shape.top_k..=shape.experts).contains(n)) {
+            let (least, most) = (shape.top_k, shape.experts);
+            return Err(Error::BadOption {
+                option: "--slots-per-layer",
+                value: n.to_string(),
+                expected: format!("a layer of {} uses {least} to {most}", shape.name),
+            });
+        }
+        if self.steps == 0 {
+            let expected = "at least 1 token is needed".to_owned();
+            return Err(Error::BadOption { option: "--steps", value: "0".to_owned(), expected });
+        }
+        Ok(())
+    }
+
+    pub(crate) fn cache(&self, device: &Device) -> Result<(ExpertCache, Uses)> {
         let Self { shape, format, .. } = self;
         let store = match &self.store {
             Some(path) => {
@@ -306,6 +312,19 @@ impl Decode {
     }
 
     fn model(&self, cache: ExpertCache, device: &Device) -> Result<Running> {
+        let context = (self.warm_up[0] + self.warm_up[1] + self.steps).next_multiple_of(512);
+        let (decoder, bytes) = self.decoder(cache, device, context)?;
+        let kv = decoder.new_kv()?;
+        Ok(Running::Model { decoder: Box::new(decoder), kv, bytes })
+    }
+
+    /// The model around its experts, for sequences of `context` tokens, and the bytes of its weights and KV cache.
+    pub(crate) fn decoder(
+        &self,
+        cache: ExpertCache,
+        device: &Device,
+        context: usize,
+    ) -> Result<(Decoder, u64)> {
         let config = ConfigFile::parse(Path::new("config.json"), &self.shape.config()?.to_string())?;
         let folder = tempfile::tempdir().map_err(|e| Error::io(std::env::temp_dir(), e))?;
         let made = folder.path().join("dense.safetensors");
@@ -317,7 +336,6 @@ impl Decode {
             }
         };
         let plan = arch::plan(&config)?;
-        let context = (self.warm_up[0] + self.warm_up[1] + self.steps).next_multiple_of(512);
         let kv = plan.kv_bytes_per_token(dtype(device).size_in_bytes()) * context;
         let checkpoint = Checkpoint::open(&[path])?;
         let naming = Naming::auto();
@@ -328,8 +346,7 @@ impl Decode {
         let bytes = elements * dtype(device).size_in_bytes();
         let mut weights = DenseWeights::new(&checkpoint, &naming, dtype(device), device, &|_| {})?;
         let decoder = Decoder::load(plan, &mut weights, cache, context, dtype(device), device)?;
-        let kv_cache = decoder.new_kv()?;
-        Ok(Running::Model { decoder: Box::new(decoder), kv: kv_cache, bytes: (bytes + kv) as u64 })
+        Ok((decoder, (bytes + kv) as u64))
     }
 
     #[cfg(feature = "cuda")]

@@ -1,7 +1,8 @@
 //! Benchmarks of CoMoE, and synthetic models of real shapes.
 //!
 //! `benches/` holds the criterion benches; the binary measures what needs a big model or a GPU. Reading order: [`shape`]
-//! (which models), [`synth`] and [`dense`] (their weights), [`decode`] (a model of a shape, run), [`tiny`] (comoe-tiny,
+//! (which models), [`synth`] and [`dense`] (their weights), [`decode`] (a model of a shape, run), [`steps`] (on a
+//! GPU token by token), [`tiny`] (comoe-tiny,
 //! run), `transfer` (the link; feature `cuda`), [`report`] (how results are shown).
 
 pub mod counting;
@@ -14,6 +15,7 @@ pub mod noise;
 pub mod null;
 pub mod report;
 pub mod shape;
+pub mod steps;
 pub mod synth;
 pub mod tiny;
 #[cfg(feature = "cuda")]

@@ -12,9 +12,11 @@ use comoe_bench::decode::{self, Decode, Measured, Part};
 use comoe_bench::dense::write_dense;
 use comoe_bench::report::{Table, machine, today};
 use comoe_bench::shape::Shape;
+use comoe_bench::steps::{Routing, Stepped, Steps};
 use comoe_bench::tiny::{self, RunMemory};
 use comoe_bench::{Error, Result, synth};
 use comoe_core::Prefetch;
+use comoe_models::PartTime;
 
 use crate::args::{Args, Ask, DecodeArgs, MemoryArgs, SynthArgs, TransferArgs};
 
@@ -104,7 +106,16 @@ fn decode_shape(args: &DecodeArgs) -> Result<()> {
         say("making the dense part");
         write_dense(&dense, &shape, args.seed)?;
     }
-    let mut measured = Vec::new();
+    // On a GPU a whole model decodes as an answer is made; prefetching is measured token by token.
+    let stepped = !device.is_cpu() && Part::from(args.part) == Part::Model && args.prefetch == Prefetch::Off;
+    if !stepped && (args.replay.is_some() || args.no_reuse || args.no_graph) {
+        return Err(Error::BadOption {
+            option: "--replay, --no-reuse and --no-graph",
+            value: String::new(),
+            expected: "they want a whole model on a GPU, without prefetching".to_owned(),
+        });
+    }
+    let (mut measured, mut stepped_runs) = (Vec::new(), Vec::new());
     for (slots, trigger) in runs {
         let run = Decode {
             part: args.part.into(),
@@ -122,6 +133,24 @@ fn decode_shape(args: &DecodeArgs) -> Result<()> {
             dense: Some(dense.clone()),
             ..Decode::new(shape.clone())
         };
+        if stepped {
+            let (graph, length) = (!args.no_graph, args.length);
+            let (decode, routing) = match (&args.replay, args.no_reuse) {
+                (Some(trace), _) => Routing::of_trace(trace, run)?,
+                (None, true) => {
+                    let routing = Routing::without_reuse(&run);
+                    (run, routing)
+                }
+                (None, false) => (run, Routing::Model),
+            };
+            let profile = args.profile;
+            let result = Steps { decode, routing, graph, length, profile }.run(&device, &say)?;
+            if args.json {
+                print_json(&result)?;
+            }
+            stepped_runs.push(result);
+            continue;
+        }
         let result = run.run(&device, &say)?;
         if args.json {
             print_json(&result)?;
@@ -130,8 +159,81 @@ fn decode_shape(args: &DecodeArgs) -> Result<()> {
     }
     if !args.json {
         show(&device, &measured);
+        show_steps(&device, &stepped_runs);
     }
     Ok(())
+}
+
+fn show_steps(device: &Device, runs: &[Stepped]) {
+    let Some(first) = runs.first() else { return };
+    let what = format!(
+        "Decode, {} shape, {} layers, top-{}, {}, routed by {}, context {}",
+        first.shape, first.layers, first.top_k, first.format, first.routing, first.length
+    );
+    heading(&what, device);
+    let heads = [
+        "slots/layer",
+        "pass",
+        "graph nodes",
+        "tok/s",
+        "ms",
+        "hits %",
+        "MB/token",
+        "link GB/s",
+        "enqueue us",
+        "load s",
+    ];
+    let mut table = Table::new(&heads);
+    for run in runs {
+        let [slots, all] = run.slots_per_layer;
+        for pass in &run.passes {
+            table.row([
+                format!("{slots} of {all}"),
+                pass.what.clone(),
+                run.graph_nodes.map_or("none".to_owned(), |n| n.to_string()),
+                format!("{:.1}", pass.tokens_per_s),
+                format!("{:.3}", pass.ms),
+                format!("{:.1}", 100.0 * pass.hit_rate),
+                format!("{:.1}", pass.mb_per_token),
+                format!("{:.1}", pass.link_gb_per_s),
+                format!("{:.1}", pass.enqueue_us),
+                format!("{:.1}", run.load_s),
+            ]);
+        }
+    }
+    println!("{table}");
+    for run in runs.iter().filter(|r| !r.parts.is_empty()) {
+        let mut table = Table::new(&["part of a step", "times", "us", "us each", "MB", "GB/s"]);
+        let each = |part: &PartTime| part.us / part.times.max(1) as f64;
+        for part in &run.parts {
+            let (mb, rate) = (part.bytes as f64 / 1e6, part.bytes as f64 / part.us / 1e3);
+            let read = part.bytes > 0;
+            table.row([
+                part.what.clone(),
+                part.times.to_string(),
+                format!("{:.1}", part.us),
+                format!("{:.2}", each(part)),
+                if read { format!("{mb:.1}") } else { String::new() },
+                if read { format!("{rate:.0}") } else { String::new() },
+            ]);
+        }
+        let us: f64 = run.parts.iter().map(|p| p.us).sum();
+        table.row([
+            "all".into(),
+            String::new(),
+            format!("{us:.1}"),
+            String::new(),
+            String::new(),
+            String::new(),
+        ]);
+        println!(
+            "{} of {} slots, with an event behind each part:\n\n{table}",
+            run.slots_per_layer[0], run.slots_per_layer[1]
+        );
+    }
+    let mut notes: Vec<_> = runs.iter().flat_map(|m| &m.notes).collect();
+    notes.dedup();
+    notes.iter().for_each(|note| println!("- {note}"));
 }
 
 fn show(device: &Device, measured: &[Measured]) {
