@@ -242,7 +242,9 @@ fn parse_format(text: &str) -> Result<Format, String> {
         "source" => Ok(Format::Source),
         _ => match text.parse() {
             Ok(format) => Ok(Format::Converted(format)),
-            Err(_) => Err("use source, bf16, mxfp4, int8 or int4, the last two with a group as in int4-g32 (32, 64, 128)".into()),
+            Err(_) => Err("use source, bf16, mxfp4, int8 or int4, the last two with a group as in int4-g32 \
+                           (32, 64, 128)"
+                .into()),
         },
     }
 }

@@ -214,7 +214,8 @@ pub enum Error {
 
     /// The model has no chat template.
     #[error(
-        "the model has no chat template (neither chat_template.jinja nor tokenizer_config.json nor a GGUF file's metadata has one): \
+        "the model has no chat template (neither chat_template.jinja nor tokenizer_config.json nor a GGUF file's \
+         metadata has one): \
          use it without one (--raw)"
     )]
     NoTemplate,
