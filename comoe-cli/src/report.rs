@@ -160,6 +160,9 @@ pub(crate) fn say_speed(generation: &Generation) {
 pub(crate) fn say_cache(loaded: &Loaded, memory: &MemoryWatch) {
     let stats = loaded.model.experts().stats();
     say!("{stats}");
+    if let Some(line) = loaded.predictor_table() {
+        say!("{line}");
+    }
     say_link(loaded, &stats);
     if let Some(peak) = memory.peak() {
         say!(

@@ -13,6 +13,7 @@ use crate::blocks::linear::Linear;
 use crate::blocks::moe::Moe;
 use crate::blocks::norm::Norm;
 use crate::blocks::rope::RotaryTable;
+use crate::blocks::stale_gate;
 use crate::error::{Error, Result};
 use crate::load::{Builder, DenseWeights, DeviceMemory};
 
@@ -69,6 +70,15 @@ pub(crate) enum Mixer {
 pub(crate) enum Ffn {
     Dense(DenseFfn),
     Moe(Moe),
+}
+
+impl Ffn {
+    fn moe(&mut self) -> Option<&mut Moe> {
+        match self {
+            Self::Moe(moe) => Some(moe),
+            Self::Dense(_) => None,
+        }
+    }
 }
 
 impl Decoder {
@@ -131,6 +141,7 @@ impl Decoder {
                 scalar: if layer.scalar { Some(build.scalar()?) } else { None },
             });
         }
+        stale_gate::connect(layers.iter_mut().filter_map(|layer| layer.ffn.moe()), &plan);
         build.prefix = root.to_owned();
         let norm = build.norm(names.final_norm)?;
         build.prefix = head_root.to_owned();

@@ -163,8 +163,8 @@ fn recalls(trace: &Trace, args: &PlotArgs, area: &Area<'_>) -> Drawn {
         .light_line_style(TRANSPARENT)
         .label_style(("sans-serif", 13))
         .draw()?;
-    for (i, predictor) in PredictorKind::ALL.into_iter().enumerate() {
-        let scores = recall_by_layer(trace, &PredictOptions { predictor, depth: 1, k, slots });
+    for (i, predictor) in PredictorKind::for_trace(trace).into_iter().enumerate() {
+        let scores = recall_by_layer(trace, &PredictOptions { predictor, depth: 1, k, slots })?;
         let colour = COLOURS[i % COLOURS.len()];
         let points = |recall: &dyn Fn(usize) -> f64| -> Vec<_> {
             (0..scores.len()).map(|l| (l as f64, 100.0 * recall(l))).collect()

@@ -12,7 +12,7 @@ use crate::backend::{Backend, DriverKind, MOST_DEVICE_TOKENS};
 use crate::error::{Error, Result};
 use crate::policy::PolicyKind;
 use crate::pool::Pool;
-use crate::predict::{Correlation, EvidenceGate, GateOptions, Predictor, Prefetch};
+use crate::predict::{Correlation, EvidenceGate, GateOptions, Predictor, Prefetch, StaleGate};
 use crate::schedule::{Engine, PrefetchEngine, PrefetchTrigger, Rules};
 use crate::store::{ExpertStore, RecordSource};
 
@@ -137,9 +137,10 @@ impl<S> CacheBuilder<S> {
         let prefetch = match layout.prefetch {
             Prefetch::Off => None,
             Prefetch::Correlation => prefetch(Box::new(Correlation::new(&experts, 1)), None),
+            Prefetch::StaleGate => prefetch(Box::new(StaleGate::new()), None),
             Prefetch::Auto => {
                 let gate = EvidenceGate::new(experts.len(), GateOptions::new(width));
-                prefetch(Box::new(Correlation::new(&experts, 1)), Some(gate))
+                prefetch(Box::new(StaleGate::or(Correlation::new(&experts, 1))), Some(gate))
             }
         };
         let mut engine = Engine::new(backend, directory.clone(), pool, prefetch, slot_bytes, rules)?;
@@ -159,6 +160,7 @@ impl<S> CacheBuilder<S> {
         }
         layout.notes.iter().for_each(|note| tracing::warn!("{note}"));
         info.notes.iter().for_each(|note| tracing::info!("{}: {note}", info.device));
+        let takes_hints = engine.takes_hints();
         let core = Core {
             engine: Mutex::new(engine),
             directory,
@@ -167,6 +169,7 @@ impl<S> CacheBuilder<S> {
             notes: layout.notes,
             device,
             policy,
+            takes_hints,
             observer: Mutex::new(None),
         };
         Ok((core, store))

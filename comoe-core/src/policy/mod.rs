@@ -1,6 +1,7 @@
 //! Who leaves? One trait, one file per policy, all pure: no threads, no clocks, no device.
 
 mod belady;
+mod blend;
 mod lfru;
 mod lfu;
 mod lru;
@@ -9,6 +10,7 @@ use std::fmt;
 use std::str::FromStr;
 
 pub use belady::Belady;
+pub use blend::Blend;
 pub use lfru::Lfru;
 pub use lfu::Lfu;
 pub use lru::Lru;
@@ -46,7 +48,7 @@ pub trait EvictionPolicy: Send {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 #[non_exhaustive]
 pub enum PolicyKind {
-    /// The best that the device can run: [`Self::Aged`], but [`Self::Lru`] where a GPU decides by itself.
+    /// The best that the device can run: [`Self::Blend`], but [`Self::Lru`] where a GPU decides by itself.
     #[default]
     Auto,
     /// Least recently used.
@@ -57,11 +59,13 @@ pub enum PolicyKind {
     Lfru,
     /// Frequency with exponential decay, by tokens: [`Lfru`] with a half-life of [`Self::AGED_TOKENS`].
     Aged,
+    /// Frequency with a short and a long memory; see [`Blend`].
+    Blend,
 }
 
 impl PolicyKind {
     /// Every policy.
-    pub const ALL: [Self; 5] = [Self::Auto, Self::Lru, Self::Lfu, Self::Lfru, Self::Aged];
+    pub const ALL: [Self; 6] = [Self::Auto, Self::Lru, Self::Lfu, Self::Lfru, Self::Aged, Self::Blend];
 
     /// Half-life of [`Self::Aged`] in tokens: routing drifts with the text, whatever the number of slots. Fitted on the
     /// first halves of three recorded traces (comoe-bench/RESULTS-routing.md).
@@ -75,6 +79,7 @@ impl PolicyKind {
             Self::Lfu => "lfu",
             Self::Lfru => "lfru",
             Self::Aged => "aged",
+            Self::Blend => "blend",
         }
     }
 
@@ -82,7 +87,7 @@ impl PolicyKind {
     pub fn in_force(self, on_gpu: bool) -> Self {
         match self {
             Self::Auto if on_gpu => Self::Lru,
-            Self::Auto => Self::Aged,
+            Self::Auto => Self::Blend,
             other => other,
         }
     }
@@ -94,9 +99,8 @@ impl PolicyKind {
             Self::Lru => Box::new(Lru::new(records)),
             Self::Lfu => Box::new(Lfu::new(records)),
             Self::Lfru => Box::new(Lfru::for_slots(slots, records)),
-            Self::Auto | Self::Aged => {
-                Box::new(Lfru::new(Self::AGED_TOKENS * per_token.max(1) as f64, records))
-            }
+            Self::Aged => Box::new(Lfru::new(Self::AGED_TOKENS * per_token.max(1) as f64, records)),
+            Self::Auto | Self::Blend => Box::new(Blend::new(records, per_token)),
         }
     }
 }

@@ -28,6 +28,7 @@ pub use memory::MemorySource;
 pub use naming::{ExpertTensor, Matrix, Naming, StackedLayout, TensorKind, TensorRole};
 pub use packed::{PackedFile, PackedInfo, PackedLayer};
 pub use packed_writer::PackedWriter;
+pub(crate) use packed_writer::write_whole;
 /// Element type of a checkpoint's tensor.
 pub use safetensors::Dtype;
 

@@ -13,3 +13,4 @@ mod device_timing;
 mod kernels;
 mod one_token;
 mod timing;
+mod traces;

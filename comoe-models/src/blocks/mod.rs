@@ -17,3 +17,4 @@ pub mod moe;
 pub mod norm;
 pub mod rope;
 pub mod router;
+pub mod stale_gate;

@@ -7,6 +7,7 @@ use super::ffn::DenseFfn;
 use super::linear::Linear;
 use super::norm::Norm;
 use super::router::Router;
+use super::stale_gate::StaleGate;
 use crate::error::Result;
 
 /// A router before the experts of one layer, and what every token gets besides.
@@ -15,6 +16,8 @@ pub struct Moe {
     router: Router,
     layer: usize,
     shared: Shared,
+    /// The next layer's router; `None` in the last layer.
+    ahead: Option<StaleGate>,
 }
 
 /// What is added to the routed experts' sum.
@@ -47,7 +50,15 @@ pub struct Parallel {
 impl Moe {
     /// The model's layer `layer`.
     pub fn new(router: Router, layer: usize, shared: Shared) -> Self {
-        Self { router, layer, shared }
+        Self { router, layer, shared, ahead: None }
+    }
+
+    pub(super) fn router(&self) -> &Router {
+        &self.router
+    }
+
+    pub(super) fn look_ahead(&mut self, next: StaleGate) {
+        self.ahead = Some(next);
     }
 
     /// `x [tokens, hidden]`, the normed `residual` stream, to the same shape.
@@ -57,7 +68,12 @@ impl Moe {
     pub fn forward(&self, x: &Tensor, residual: &Tensor, experts: &ExpertCache) -> Result<Tensor> {
         let routed = |router_input: &Tensor, x: &Tensor| -> Result<Tensor> {
             let (ids, weights) = self.router.forward(router_input)?;
-            Ok(experts.layer(self.layer).forward(x, &ids, &weights)?)
+            let layer = experts.layer(self.layer);
+            let guess = match &self.ahead {
+                Some(ahead) if layer.wants_guess(x.dim(0)?) => ahead.guess(router_input)?,
+                _ => Vec::new(),
+            };
+            Ok(layer.with_guess(&guess).forward(x, &ids, &weights)?)
         };
         Ok(match &self.shared {
             Shared::None => routed(x, x)?,
