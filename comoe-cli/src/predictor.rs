@@ -13,6 +13,8 @@ use crate::places::CacheFolder;
 pub(crate) struct PredictorTable {
     path: PathBuf,
     model: String,
+    /// The file was asked for.
+    asked: bool,
     /// Tokens that earlier runs learned from.
     found: u64,
 }
@@ -45,12 +47,15 @@ impl PredictorTable {
             }
         }
         let found = experts.predictor_table().unwrap_or(0);
-        Ok(Some(Self { path, model, found }))
+        Ok(Some(Self { path, model, asked: asked.is_some(), found }))
     }
 
     /// Keeps what is known now, unless the model turned out to guess by itself. A failure is no reason to fail the run.
     pub(crate) fn save(&self, experts: &ExpertCache) {
         if experts.predictor_table().is_none() {
+            if self.asked {
+                say!("note: no predictor table is kept: the model guesses by itself");
+            }
             return;
         }
         if let Err(e) = experts.save_predictor_table(&self.path, &self.model) {
@@ -61,7 +66,10 @@ impl PredictorTable {
     /// A line for `--stats`.
     pub(crate) fn line(&self, experts: &ExpertCache) -> Option<String> {
         let (all, found) = (experts.predictor_table()?, self.found);
-        Some(format!("learned  from {all} tokens, {found} of them in earlier runs; kept in {}", self.path.display()))
+        Some(format!(
+            "learned  from {all} tokens, {found} of them in earlier runs; kept in {}",
+            self.path.display()
+        ))
     }
 }
 
@@ -71,9 +79,11 @@ fn file_name(model: &str, folder: &Path) -> String {
     let name: String = model.chars().map(plain).take(64).collect();
     let full = folder.canonicalize().unwrap_or_else(|_| folder.to_owned());
     // FNV-1a of 64 bits, the same in every release.
-    let hash = full.as_os_str().as_encoded_bytes().iter().fold(0xcbf2_9ce4_8422_2325u64, |h, b| {
-        (h ^ u64::from(*b)).wrapping_mul(0x100_0000_01b3)
-    });
+    let hash = full
+        .as_os_str()
+        .as_encoded_bytes()
+        .iter()
+        .fold(0xcbf2_9ce4_8422_2325u64, |h, b| (h ^ u64::from(*b)).wrapping_mul(0x100_0000_01b3));
     format!("predictor-{name}-{hash:016x}.table")
 }
 

@@ -54,9 +54,7 @@ impl Core {
         match guess.iter().find(|&&e| e as usize >= available) {
             // Nothing comes after the last layer, so nothing is guessed.
             _ if next.is_none() => Ok(&[]),
-            Some(&e) => {
-                Err(Error::UnknownExpert { id: ExpertId { layer, expert: e as usize }, available })
-            }
+            Some(&e) => Err(Error::UnknownExpert { id: ExpertId { layer, expert: e as usize }, available }),
             None => Ok(guess),
         }
     }
@@ -369,7 +367,14 @@ impl RecordCache {
         }
         let needs = core.needs(ordinal, indices)?;
         let work = Work::Gather { assignments: indices.len(), dtype, shape };
-        core.engine().step(Step { layer: ordinal, needs, choices: indices, top_k: indices.len(), guess: &[], work })
+        core.engine().step(Step {
+            layer: ordinal,
+            needs,
+            choices: indices,
+            top_k: indices.len(),
+            guess: &[],
+            work,
+        })
     }
 
     shared_methods!();

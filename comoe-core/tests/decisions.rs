@@ -41,7 +41,8 @@ fn served(trace: &Trace, policy: PolicyKind, scope: Scope, slots_per_layer: usiz
         .build()
         .unwrap();
     let (mut hits, mut accesses) = (0, 0);
-    for phase in trace.tokens().iter().enumerate().collect::<Vec<_>>().chunk_by(|a, b| a.1.phase == b.1.phase) {
+    for phase in trace.tokens().iter().enumerate().collect::<Vec<_>>().chunk_by(|a, b| a.1.phase == b.1.phase)
+    {
         cache.reset_stats();
         for &(token, _) in phase {
             for (layer, entry) in layers.iter().enumerate() {

@@ -29,8 +29,7 @@ const STORY: &str = "Tell me a story about a fox.";
 fn guesses_are_recorded_for_every_layer_but_the_first_and_mostly_come_true() {
     let file = tempfile::NamedTempFile::new().unwrap();
     let model = load(Prefetch::Off, 96);
-    let info =
-        TraceInfo { model: "tiny".into(), top_k: 2, directory: model.experts().directory().clone() };
+    let info = TraceInfo { model: "tiny".into(), top_k: 2, directory: model.experts().directory().clone() };
     let contents = Contents { weights: false, guesses: true };
     let recorder = Recorder::create(file.path(), info, contents).unwrap();
     model.experts().observe(Some(Box::new(recorder.clone())));
@@ -98,7 +97,8 @@ fn a_guess_that_nobody_looks_at_is_not_made() {
 fn a_guess_out_of_range_is_refused_and_the_cache_stays_usable() {
     let model = load(Prefetch::StaleGate, 36);
     let x = Tensor::zeros((1, model.decoder().plan().hidden), DType::F32, &Device::Cpu).unwrap();
-    let (ids, weights) = (Tensor::new(&[[3u32, 1]], &Device::Cpu), Tensor::new(&[[0.5f32, 0.5]], &Device::Cpu));
+    let (ids, weights) =
+        (Tensor::new(&[[3u32, 1]], &Device::Cpu), Tensor::new(&[[0.5f32, 0.5]], &Device::Cpu));
     let (ids, weights) = (ids.unwrap(), weights.unwrap());
     let step = |layer, guess: &[u32]| {
         model.experts().layer(layer).with_guess(guess).forward(&x, &ids, &weights).map(drop)

@@ -113,7 +113,8 @@ impl Correlation {
         }
         let version = file.u32().ok_or_else(cut)?;
         if version != TABLE_VERSION {
-            let reason = format!("is a predictor table of version {version}, this build reads {TABLE_VERSION}");
+            let reason =
+                format!("is a predictor table of version {version}, this build reads {TABLE_VERSION}");
             return Err(bad(&reason));
         }
         let header = file.u32().and_then(|n| file.take(n as usize)).ok_or_else(cut)?;

@@ -43,7 +43,8 @@ impl PredictorKind {
         let bad = |reason: String| Err(Error::BadArgument { what: "predictor", reason });
         match self {
             Self::StaleGate if !trace.has_guesses() => bad(
-                "the trace has no guesses of the model; record them with `comoe trace record --stale-gate`".to_owned(),
+                "the trace has no guesses of the model; record them with `comoe trace record --stale-gate`"
+                    .to_owned(),
             ),
             Self::StaleGate if depth != 1 => {
                 bad(format!("the stale gate's guesses are for one layer ahead, not {depth}: use depth 1"))

@@ -277,7 +277,8 @@ fn predictors_know_nothing_of_what_comes_later() {
     // Alternating sets: the token before is always wrong, the one before that always right.
     let (a, b): (&[u32], &[u32]) = (&[0, 1], &[2, 3]);
     let trace = one_layer(&[a, b, a, b, a, b, a, b]);
-    let score = |predictor, k| evaluate(&trace, &PredictOptions { predictor, depth: 1, k, slots: 2 }).unwrap();
+    let score =
+        |predictor, k| evaluate(&trace, &PredictOptions { predictor, depth: 1, k, slots: 2 }).unwrap();
     let previous = score(PredictorKind::Previous, 2);
     assert_eq!((previous.accesses, previous.guessed, previous.misses), (16, 0, 16));
     // All that is guessed is resident in the LRU of two slots, so nothing would be fetched, or wasted.

@@ -310,9 +310,13 @@ pub(super) fn read(path: &Path, bytes: &[u8]) -> Result<Trace> {
             break;
         }
         let stored = file.take(stored as usize).ok_or_else(|| cut(at, "a block"))?;
-        let content = decompress(stored, length as usize, MAX_BLOCK).filter(|c| fnv(c) == hash).ok_or_else(|| {
-            bad(at + BLOCK_HEADER, "a block is damaged (its checksum differs); record the trace again".into())
-        })?;
+        let content =
+            decompress(stored, length as usize, MAX_BLOCK).filter(|c| fnv(c) == hash).ok_or_else(|| {
+                bad(
+                    at + BLOCK_HEADER,
+                    "a block is damaged (its checksum differs); record the trace again".into(),
+                )
+            })?;
         let contents = Contents { weights: header.weights, guesses: version >= WITH_GUESSES };
         tokens += read_chunks(&content, &info, contents, &mut builder)
             .map_err(|reason| bad(at + BLOCK_HEADER, reason))?;

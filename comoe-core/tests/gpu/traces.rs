@@ -32,8 +32,10 @@ fn decisions_on_traces_are_the_pure_policys() {
         let layers = trace.info().directory.layers();
         let experts = layers.iter().map(|l| l.experts).max().expect("layers");
         assert!(layers.iter().all(|l| l.experts == experts), "{}: layers differ", path.display());
-        let per_layer: Vec<usize> =
-            [experts / 16, experts / 4, experts / 2].into_iter().filter(|&n| n >= trace.info().top_k).collect();
+        let per_layer: Vec<usize> = [experts / 16, experts / 4, experts / 2]
+            .into_iter()
+            .filter(|&n| n >= trace.info().top_k)
+            .collect();
         for slots in per_layer {
             let by_layer = PoolShape::by_layer(slots * layers.len(), &vec![experts; layers.len()], 0);
             follow(&device, &trace, by_layer, &format!("{}, {slots} slots a layer", path.display()));
