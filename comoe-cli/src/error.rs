@@ -41,6 +41,15 @@ pub(crate) enum Error {
     #[error("{}: no prompts in it; give one a line", path.display())]
     NoPrompts { path: PathBuf },
 
+    #[error("--tokens: {id} is no token of this model, whose ids end at {}", vocab.saturating_sub(1))]
+    NoSuchToken { id: u32, vocab: usize },
+
+    #[error("{}: the logits could not be written: {reason}", path.display())]
+    Logits { path: PathBuf, reason: String },
+
+    #[error("--decode {decode} of {tokens} tokens: give at most {tokens}")]
+    DecodeTooMany { decode: usize, tokens: usize },
+
     #[error(
         "--batch cannot play {policy}: give --policy lru, lfu, lfru, aged or blend, which need no foresight"
     )]

@@ -115,10 +115,10 @@ fn load_with<M: AsRef<Decoder>>(
             "--resident-format, --page-lock-limit and --no-page-lock change nothing on the CPU".to_owned(),
         );
     }
-    let model = model?;
-    let asked = args.predictor_table.as_deref();
-    let table = PredictorTable::open(asked, &folder, name_of(&folder), model.experts())?;
-    let loaded = Loaded { model, folder, options, took, notes, table, check: args.check.unwrap_or(0) };
+    let (model, check) = (model?, args.check.unwrap_or(0));
+    let mut loaded = Loaded { model, folder, options, took, notes, table: None, check };
+    let (asked, experts) = (args.predictor_table.as_deref(), loaded.model.as_ref().experts());
+    loaded.table = PredictorTable::open(asked, &loaded.folder, loaded.name(), experts)?;
     loaded.say_what_is_in_force(quiet);
     Ok(loaded)
 }
@@ -140,13 +140,13 @@ impl<M: AsRef<Decoder>> Loaded<M> {
     /// Keeps what prefetching learned for the next run.
     pub(crate) fn keep_predictor_table(&self) {
         if let Some(table) = &self.table {
-            table.save(self.model.experts());
+            table.save(self.model.as_ref().experts());
         }
     }
 
     /// What is known of it, for `--stats`.
     pub(crate) fn predictor_table(&self) -> Option<String> {
-        self.table.as_ref().and_then(|table| table.line(self.model.experts()))
+        self.table.as_ref().and_then(|table| table.line(self.model.as_ref().experts()))
     }
 
     fn say_what_is_in_force(&self, quiet: bool) {

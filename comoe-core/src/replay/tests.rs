@@ -46,7 +46,8 @@ fn naive(trace: &Trace, policy: &str, scope: Scope, slots_per_layer: usize) -> (
                             "blend" => {
                                 let frequency = |tokens: f64| {
                                     let half_life = tokens * per_token as f64;
-                                    decayed(half_life) * (1.0 - (-1.0 / half_life).exp2())
+                                    // `decayed` has the last access a tick ago; here it counts whole.
+                                    decayed(half_life) * ((1.0 / half_life).exp2() - 1.0)
                                 };
                                 frequency(Blend::SHORT_TOKENS)
                                     + Blend::LONG_WEIGHT * frequency(Blend::LONG_TOKENS)
