@@ -14,7 +14,7 @@ use crate::size::parse_size;
 #[derive(Debug, Subcommand)]
 pub(crate) enum TraceCommand {
     /// Answer prompts and record which experts every token chose.
-    Record(RecordArgs),
+    Record(Box<RecordArgs>),
     /// Show what a trace looks like: use, entropy, reuse and overlap by layer.
     Show(ShowArgs),
     /// Play eviction policies over a trace.

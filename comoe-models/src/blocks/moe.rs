@@ -16,8 +16,8 @@ pub struct Moe {
     router: Router,
     layer: usize,
     shared: Shared,
-    /// The next layer's router; `None` in the last layer.
-    ahead: Option<StaleGate>,
+    /// The next layer's router; `None` in the last layer (boxed: most of the time nobody asks it).
+    ahead: Option<Box<StaleGate>>,
 }
 
 /// What is added to the routed experts' sum.
@@ -58,7 +58,7 @@ impl Moe {
     }
 
     pub(super) fn look_ahead(&mut self, next: StaleGate) {
-        self.ahead = Some(next);
+        self.ahead = Some(Box::new(next));
     }
 
     /// `x [tokens, hidden]`, the normed `residual` stream, to the same shape.
