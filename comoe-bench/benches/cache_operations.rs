@@ -21,7 +21,7 @@ const LAYERS: usize = 48;
 const EXPERTS: usize = 128;
 const TOP_K: usize = 8;
 const SLOTS: usize = 64;
-const POLICIES: [PolicyKind; 3] = [PolicyKind::Lru, PolicyKind::Lfu, PolicyKind::Lfru];
+const POLICIES: [PolicyKind; 4] = [PolicyKind::Lru, PolicyKind::Lfu, PolicyKind::Lfru, PolicyKind::Blend];
 
 /// Keys without bytes.
 struct Keys(Directory);

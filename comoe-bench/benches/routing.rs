@@ -73,7 +73,8 @@ fn policies(c: &mut Criterion) {
         let sets = sets(experts as u32);
         let mut group = c.benchmark_group(format!("policy/{experts} experts"));
         group.throughput(Throughput::Elements((TOKENS * TOP_K) as u64));
-        for kind in [PolicyKind::Lru, PolicyKind::Lfu, PolicyKind::Lfru, PolicyKind::Aged] {
+        for kind in [PolicyKind::Lru, PolicyKind::Lfu, PolicyKind::Lfru, PolicyKind::Aged, PolicyKind::Blend]
+        {
             group.bench_function(kind.name(), |b| {
                 b.iter(|| {
                     let mut policy = kind.build(experts / 4, experts, TOP_K);
@@ -97,6 +98,7 @@ fn predictors(c: &mut Criterion) {
                 b.iter(|| {
                     let layer = step % LAYERS;
                     predictor.observe(layer, &sets[step % TOKENS], TOP_K);
+                    predictor.hint((layer + 1) % LAYERS, &sets[(step + 1) % TOKENS]);
                     predictor.predict((layer + 1) % LAYERS, &mut guesses);
                     step += 1;
                     guesses.len()

@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use candle_core::DType;
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::{Args, Parser, Subcommand};
+use comoe_core::trace::Contents;
 use comoe_core::{Capacity, DriverKind, ExpertFormat, PolicyKind, Prefetch, ResidentFormat, Scope};
 
 use crate::device::DeviceChoice;
@@ -191,6 +192,9 @@ pub(crate) struct ModelArgs {
     /// for one layer's on a GPU]
     #[arg(long, value_name = "SIZE", value_parser = parse_size, help_heading = "Experts and memory")]
     pub(crate) ring: Option<u64>,
+    /// File for what prefetching learns, kept from one run to the next [default: one for each model in the cache folder]
+    #[arg(long, value_name = "FILE", help_heading = "Experts and memory")]
+    pub(crate) predictor_table: Option<PathBuf>,
     /// Every N decode steps, compare some slots with the stored experts and stop if one differs
     #[arg(long, value_name = "N", value_parser = parse_positive, help_heading = "Experts and memory")]
     pub(crate) check: Option<usize>,
@@ -307,6 +311,16 @@ pub(crate) struct OutputArgs {
     /// Record which experts every token chose; see `comoe trace`
     #[arg(long, value_name = "FILE", help_heading = "Output")]
     pub(crate) trace: Option<PathBuf>,
+    /// Record, too, what the next layer's router says to each layer's input
+    #[arg(long, requires = "trace", help_heading = "Output")]
+    pub(crate) trace_stale_gate: bool,
+}
+
+impl OutputArgs {
+    /// What a trace of the run holds besides the routing.
+    pub(crate) fn contents(&self) -> Contents {
+        Contents { weights: true, guesses: self.trace_stale_gate }
+    }
 }
 
 #[cfg(test)]

@@ -33,8 +33,12 @@ pub(crate) fn run(args: &ChatArgs) -> Result<()> {
     let sampler = sampling::options(&args.sampler, &folder)?;
     let loaded = load::load(folder, &args.model, args.output.quiet)?;
     let settings = Settings { sampler, max_tokens: args.sampler.max_tokens, output: &args.output };
-    let recording =
-        args.output.trace.as_deref().map(|path| Recording::start(path, &loaded, true)).transpose()?;
+    let recording = args
+        .output
+        .trace
+        .as_deref()
+        .map(|path| Recording::start(path, &loaded, args.output.contents()))
+        .transpose()?;
     let mut talk = match args.sampler.raw {
         true => Talk::without_template(&loaded, settings, Some(&memory)),
         false => Talk::new(&loaded, args.system.as_deref(), settings, Some(&memory)),
@@ -74,6 +78,7 @@ pub(crate) fn run(args: &ChatArgs) -> Result<()> {
     if let Some(recording) = recording {
         recording.finish(&loaded, args.output.quiet)?;
     }
+    loaded.keep_predictor_table();
     if args.output.stats {
         report::say_cache(&loaded, &memory);
     }

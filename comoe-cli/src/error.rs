@@ -50,7 +50,9 @@ pub(crate) enum Error {
     #[error("--decode {decode} of {tokens} tokens: give at most {tokens}")]
     DecodeTooMany { decode: usize, tokens: usize },
 
-    #[error("--batch cannot play {policy}: give --policy lru, lfu, lfru or aged, which need no foresight")]
+    #[error(
+        "--batch cannot play {policy}: give --policy lru, lfu, lfru, aged or blend, which need no foresight"
+    )]
     BatchPolicy { policy: String },
 
     #[error("{}: drawing failed: {reason}", path.display())]

@@ -32,12 +32,17 @@ pub(crate) fn run(args: &GenerateArgs) -> Result<()> {
         true => Talk::without_template(&loaded, settings, memory.as_ref()),
         false => Talk::new(&loaded, None, settings, memory.as_ref()),
     };
-    let recording =
-        args.output.trace.as_deref().map(|path| Recording::start(path, &loaded, true)).transpose()?;
+    let recording = args
+        .output
+        .trace
+        .as_deref()
+        .map(|path| Recording::start(path, &loaded, args.output.contents()))
+        .transpose()?;
     talk?.recorded(recording.as_ref()).say(prompt)?;
     if let Some(recording) = recording {
         recording.finish(&loaded, args.output.quiet)?;
     }
+    loaded.keep_predictor_table();
     if args.output.stats
         && let Some(memory) = &memory
     {

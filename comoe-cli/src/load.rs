@@ -19,6 +19,7 @@ use crate::error::Result;
 use crate::hub;
 use crate::output::{say, watched};
 use crate::places::CacheFolder;
+use crate::predictor::PredictorTable;
 
 /// Part of the memory available that experts may take when nothing is asked for. The rest is for the dense part,
 /// the KV cache, and the page cache that misses are read through.
@@ -32,6 +33,8 @@ pub(crate) struct Loaded<M = Model> {
     pub(crate) took: Duration,
     /// Where the device is not what would have been best, and why.
     notes: Vec<String>,
+    /// Where what prefetching learns is kept.
+    table: Option<PredictorTable>,
     /// Decode steps between checks of slots; 0: never.
     pub(crate) check: usize,
     /// Whether a GPU may replay decode steps as a graph.
@@ -123,8 +126,10 @@ fn load_with<M: AsRef<Decoder>>(
             "--resident-format, --page-lock-limit and --no-page-lock change nothing on the CPU".to_owned(),
         );
     }
-    let (check, graph) = (args.check.unwrap_or(0), !args.no_graph);
-    let loaded = Loaded { model: model?, folder, options, took, notes, check, graph };
+    let (model, check, graph) = (model?, args.check.unwrap_or(0), !args.no_graph);
+    let mut loaded = Loaded { model, folder, options, took, notes, table: None, check, graph };
+    let (asked, experts) = (args.predictor_table.as_deref(), loaded.model.as_ref().experts());
+    loaded.table = PredictorTable::open(asked, &loaded.folder, loaded.name(), experts)?;
     loaded.say_what_is_in_force(quiet);
     Ok(loaded)
 }
@@ -141,6 +146,18 @@ impl<M: AsRef<Decoder>> Loaded<M> {
     /// The model's name: that on the hub, or that of its folder.
     pub(crate) fn name(&self) -> String {
         hub::name_of_snapshot(&self.folder).unwrap_or_else(|| name_of(&self.folder))
+    }
+
+    /// Keeps what prefetching learned for the next run.
+    pub(crate) fn keep_predictor_table(&self) {
+        if let Some(table) = &self.table {
+            table.save(self.model.as_ref().experts());
+        }
+    }
+
+    /// What is known of it, for `--stats`.
+    pub(crate) fn predictor_table(&self) -> Option<String> {
+        self.table.as_ref().and_then(|table| table.line(self.model.as_ref().experts()))
     }
 
     fn say_what_is_in_force(&self, quiet: bool) {

@@ -14,6 +14,7 @@ mod model_path;
 mod models;
 mod output;
 mod places;
+mod predictor;
 mod pull;
 mod report;
 mod sampling;

@@ -170,6 +170,9 @@ pub(crate) fn say_cache(loaded: &Loaded, memory: &MemoryWatch) {
     say!("{stats}");
     let (driver, asked) = (loaded.model.experts().driver(), loaded.options.cache.driver);
     say!("driver   {driver} ({asked} was asked for)");
+    if let Some(line) = loaded.predictor_table() {
+        say!("{line}");
+    }
     say_link(loaded, &stats);
     if let Some(peak) = memory.peak() {
         say!(

@@ -4,6 +4,7 @@ mod builder;
 mod options;
 mod token;
 
+use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use candle_core::{DType, Device, Tensor};
@@ -18,6 +19,7 @@ use crate::expert::{ExpertId, ExpertLayout, ExpertSpec};
 use crate::format::ExpertFormat;
 use crate::policy::PolicyKind;
 use crate::pool::Pool;
+use crate::predict::Correlation;
 use crate::schedule::{Engine, Need, Step};
 use crate::stats::CacheStats;
 use crate::store::{Directory, ExpertStore, RecordIndex, RecordSource};
@@ -33,12 +35,31 @@ struct Core {
     device: Device,
     policy: PolicyKind,
     driver: DriverKind,
+    /// The prefetch in force uses guesses of the caller.
+    takes_hints: bool,
     observer: Mutex<Option<Box<dyn RoutingObserver>>>,
 }
 
 impl Core {
     fn is_observed(&self) -> bool {
         self.observer.lock().unwrap_or_else(PoisonError::into_inner).is_some()
+    }
+
+    fn observer_wants_guesses(&self) -> bool {
+        let observer = self.observer.lock().unwrap_or_else(PoisonError::into_inner);
+        observer.as_ref().is_some_and(|o| o.wants_guesses())
+    }
+
+    /// The caller's guess for the layer after `ordinal`, if its experts are there.
+    fn guess<'g>(&self, ordinal: usize, guess: &'g [u32]) -> Result<&'g [u32]> {
+        let next = self.directory.layers().get(ordinal + 1);
+        let (layer, available) = next.map_or((0, 0), |e| (e.layer, e.experts));
+        match guess.iter().find(|&&e| e as usize >= available) {
+            // Nothing comes after the last layer, so nothing is guessed.
+            _ if next.is_none() => Ok(&[]),
+            Some(&e) => Err(Error::UnknownExpert { id: ExpertId { layer, expert: e as usize }, available }),
+            None => Ok(guess),
+        }
     }
 
     /// Tells the observer, if there is one.
@@ -170,7 +191,7 @@ impl ExpertCache {
 
     /// The experts of the model's layer `layer`. A layer without experts is reported by the call that uses it.
     pub fn layer(&self, layer: usize) -> CacheLayer<'_> {
-        CacheLayer { cache: self, layer }
+        CacheLayer { cache: self, layer, guess: &[] }
     }
 
     /// The records' format: what the slots hold.
@@ -186,6 +207,31 @@ impl ExpertCache {
         *self.core.observer.lock().unwrap_or_else(PoisonError::into_inner) = observer;
     }
 
+    /// Tokens that the prefetch in force has learned its table from; `None` where it learns none.
+    pub fn predictor_table(&self) -> Option<u64> {
+        self.core.engine().predictor_table().map(|t| t.tokens())
+    }
+
+    /// Keeps what the prefetch in force has learned in the file at `path`, for [`Self::load_predictor_table`] in a later
+    /// run; `model` is the model's name. The format is described at [`Correlation::save`](crate::predict::Correlation::save).
+    ///
+    /// # Errors
+    /// [`Error::Io`]; [`Error::BadArgument`] where nothing is learned.
+    pub fn save_predictor_table(&self, path: &Path, model: &str) -> Result<()> {
+        let mut engine = self.core.engine();
+        table_of(&mut engine)?.save(path, model, &self.core.directory)
+    }
+
+    /// Takes over what an earlier run of the same `model` has learned.
+    ///
+    /// # Errors
+    /// [`Error::Io`], [`Error::BadPredictorTable`] or [`Error::TableOfAnotherModel`], and then nothing has changed;
+    /// [`Error::BadArgument`] where nothing is learned.
+    pub fn load_predictor_table(&self, path: &Path, model: &str) -> Result<()> {
+        let mut engine = self.core.engine();
+        table_of(&mut engine)?.load(path, model, &self.core.directory)
+    }
+
     /// Waits for the device-driven steps so far, and reports what was wrong with their routing. Without such steps it
     /// does nothing.
     ///
@@ -198,13 +244,37 @@ impl ExpertCache {
     shared_methods!();
 }
 
+fn table_of(engine: &mut Engine) -> Result<&mut Correlation> {
+    let reason = "this cache learns none: nothing is prefetched, or not by a table".to_owned();
+    engine.predictor_table().ok_or(Error::BadArgument { what: "predictor table", reason })
+}
+
 /// One layer of an [`ExpertCache`]: everything after top-k.
 pub struct CacheLayer<'a> {
     cache: &'a ExpertCache,
     layer: usize,
+    guess: &'a [u32],
 }
 
-impl CacheLayer<'_> {
+impl<'a> CacheLayer<'a> {
+    /// Whether a step of `tokens` tokens would use a guess of the caller for the next layer ([`Self::with_guess`]), so that
+    /// it is worth computing: prefetching asks for it, or an observer.
+    pub fn wants_guess(&self, tokens: usize) -> bool {
+        let core = &self.cache.core;
+        let ordinal = core.directory.ordinal(self.layer);
+        let last = ordinal.is_none_or(|o| o + 1 >= core.directory.layers().len());
+        tokens == 1 && !last && (core.takes_hints || core.observer_wants_guesses())
+    }
+
+    /// Gives with this layer's step what the caller guesses that its token will choose in the next layer with experts,
+    /// likeliest first: what that layer's router says to this layer's input (the stale gate). More than the next layer will
+    /// choose, twice as many say, let the likely ones that are cached already be passed over. Only what is prefetched
+    /// depends on it, never the result.
+    #[must_use]
+    pub fn with_guess(self, guess: &'a [u32]) -> Self {
+        Self { guess, ..self }
+    }
+
     /// `y[t] = sum over j of weights[t, j] * expert ids[t, j] (x[t])`, summed in the order of j, in F32.
     ///
     /// `x` is `[tokens, hidden]` in F32, F16 or BF16, `ids` `[tokens, k]` in U32 or I64, `weights` `[tokens, k]` in any
@@ -212,7 +282,7 @@ impl CacheLayer<'_> {
     /// names twice counts twice.
     ///
     /// # Errors
-    /// [`Error::BadArgument`] for shapes, types or devices that do not fit, [`Error::UnknownExpert`] for ids out of
+    /// [`Error::BadArgument`] for shapes, types or devices that do not fit, [`Error::UnknownExpert`] for ids or guesses out of
     /// range, [`Error::BadRoutingWeight`] for weights that are no numbers; none of these disturbs the cache.
     /// [`Error::FillFailed`] when a record cannot be brought; the cache then stays stopped.
     ///
@@ -284,9 +354,10 @@ impl CacheLayer<'_> {
             return Err(Error::BadRoutingWeight { layer: self.layer, token: at / top_k, value: weights[at] });
         }
         let needs = core.needs(ordinal, &choices)?;
-        core.observed(&Routed { layer: ordinal, top_k, choices: &choices, weights: Some(&weights) });
+        let guess = core.guess(ordinal, self.guess)?;
+        core.observed(&Routed { layer: ordinal, top_k, choices: &choices, weights: Some(&weights), guess });
         let work = Work::Ffn { spec, layout: &self.cache.layouts[ordinal], x, weights: &weights, top_k };
-        core.engine().step(Step { layer: ordinal, needs, choices: &choices, top_k, work })
+        core.engine().step(Step { layer: ordinal, needs, choices: &choices, top_k, guess, work })
     }
 }
 
@@ -322,7 +393,14 @@ impl RecordCache {
         }
         let needs = core.needs(ordinal, indices)?;
         let work = Work::Gather { assignments: indices.len(), dtype, shape };
-        core.engine().step(Step { layer: ordinal, needs, choices: indices, top_k: indices.len(), work })
+        core.engine().step(Step {
+            layer: ordinal,
+            needs,
+            choices: indices,
+            top_k: indices.len(),
+            guess: &[],
+            work,
+        })
     }
 
     shared_methods!();

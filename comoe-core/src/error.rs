@@ -261,6 +261,26 @@ pub enum Error {
         reason: String,
     },
 
+    /// A predictor's table that cannot be read.
+    #[error("{}: {reason}", path.display())]
+    BadPredictorTable {
+        /// The file.
+        path: PathBuf,
+        /// What was expected, what was found, what to do.
+        reason: String,
+    },
+
+    /// A predictor's table that was learned from another model.
+    #[error("{}: was learned from {model:?}, which is not this model: {reason}; give another file", path.display())]
+    TableOfAnotherModel {
+        /// The file.
+        path: PathBuf,
+        /// The model that the table names.
+        model: String,
+        /// Where the two differ.
+        reason: String,
+    },
+
     /// A device that this build or machine cannot use.
     #[error("device {asked}: {reason}")]
     Device {

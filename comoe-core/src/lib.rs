@@ -51,6 +51,7 @@ mod cache;
 pub mod error;
 pub mod expert;
 pub mod format;
+mod framed;
 pub mod machine;
 pub mod policy;
 pub mod pool;

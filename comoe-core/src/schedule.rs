@@ -24,7 +24,7 @@ use candle_core::Tensor;
 use crate::backend::{Backend, Fill, Queue, SlotId, Ticket, Work, WorkItem};
 use crate::error::{Error, Result};
 use crate::pool::{Located, Pool, SlotState};
-use crate::predict::{Evidence, EvidenceGate, Predictor, Scored};
+use crate::predict::{Correlation, Evidence, EvidenceGate, Predictor, Scored};
 use crate::stats::{CacheStats, LayerStats};
 use crate::store::{Directory, RecordIndex};
 
@@ -50,7 +50,18 @@ pub(crate) struct Step<'a> {
     /// `[tokens * top_k]` experts, row-major, for the predictor.
     pub(crate) choices: &'a [u32],
     pub(crate) top_k: usize,
+    /// Experts that the caller guesses for the next layer, likeliest first; for the predictor.
+    pub(crate) guess: &'a [u32],
     pub(crate) work: Work<'a>,
+}
+
+/// What a predictor is told of a step.
+#[derive(Clone, Copy)]
+struct Seen<'a> {
+    layer: usize,
+    choices: &'a [u32],
+    top_k: usize,
+    guess: &'a [u32],
 }
 
 /// When the prefetch for the next layer is issued. The default costs least where guesses are wrong (measured on a GPU:
@@ -126,7 +137,7 @@ impl PrefetchEngine {
                 true if has(&split.hits, record) => Evidence::Saved,
                 true if has(&split.late, record) => Evidence::Late,
                 true => Evidence::Wasted,
-                false if split.missing.iter().any(|n| n.record == record) => Evidence::WouldHaveSaved,
+                false if split.missing.iter().any(|m| m.need.record == record) => Evidence::WouldHaveSaved,
                 false => Evidence::WouldHaveWasted,
             })
             .collect();
@@ -235,6 +246,16 @@ impl Engine {
         stats
     }
 
+    /// Whether the prefetch in force would use guesses of the caller for the next layer.
+    pub(crate) fn takes_hints(&self) -> bool {
+        self.prefetch.as_ref().is_some_and(|p| p.predictor.takes_hints())
+    }
+
+    /// The table that the prefetch in force learns, if it does.
+    pub(crate) fn predictor_table(&mut self) -> Option<&mut Correlation> {
+        self.prefetch.as_mut().and_then(|p| p.predictor.table())
+    }
+
     pub(crate) fn reset_stats(&mut self) {
         self.reset_device_counts();
         let layers =
@@ -260,7 +281,8 @@ impl Engine {
     }
 
     fn try_step(&mut self, step: Step<'_>) -> Result<Tensor> {
-        let Step { layer, needs, choices, top_k, work } = step;
+        let Step { layer, needs, choices, top_k, guess, work } = step;
+        let seen = Seen { layer, choices, top_k, guess };
         let set: Vec<RecordIndex> = needs.iter().map(|n| n.record).collect();
         if self.rules.pin_before_victims {
             self.pool.pin(set.iter().copied());
@@ -271,13 +293,13 @@ impl Engine {
         if let Some(prefetch) = self.prefetch.as_mut() {
             prefetch.judge(layer, &split);
         }
-        let ring = self.passes_the_ring(layer, &split);
+        let ring = self.passes_the_ring(&split);
         if ring {
             self.send_to_ring(layer, &mut split)?;
         } else if self.rules.fills_before_hits {
             self.send_wave(layer, &mut split)?;
         }
-        self.prefetch_at(PrefetchTrigger::AfterRouting, layer, choices, top_k)?;
+        self.prefetch_at(PrefetchTrigger::AfterRouting, seen)?;
 
         self.backend.begin(work)?;
         let waves = ring || !split.missing.is_empty();
@@ -286,7 +308,7 @@ impl Engine {
             self.run_ring(layer, &keep, &mut split, &mut done)?;
         }
         self.run(std::mem::take(&mut split.hits), waves, &mut done)?;
-        self.prefetch_at(PrefetchTrigger::MidLayer, layer, choices, top_k)?;
+        self.prefetch_at(PrefetchTrigger::MidLayer, seen)?;
         if !split.late.is_empty() && split.in_flight.is_empty() {
             self.run(std::mem::take(&mut split.late), waves, &mut done)?;
         }
@@ -298,7 +320,7 @@ impl Engine {
             items.append(&mut split.late);
             self.run(items, waves, &mut done)?;
         }
-        self.prefetch_at(PrefetchTrigger::EndOfLayer, layer, choices, top_k)?;
+        self.prefetch_at(PrefetchTrigger::EndOfLayer, seen)?;
         self.stream_ahead(layer, set.len())?;
         let result = self.backend.finish()?;
 
@@ -322,9 +344,17 @@ impl Engine {
         Ok(result)
     }
 
-    /// Looks every member up, in order, and sorts them by what they still need.
+    /// Slots that the layer competes for.
+    fn slots_of(&self, layer: usize) -> usize {
+        self.pool.shape().partitions[self.pool.shape().partition_of[layer]]
+    }
+
+    /// Looks every member up, in order, and sorts them by what they still need. In a set that fits, the missing get their
+    /// slots here, so that the policy sees the accesses in the order of first use, as a replay and a device do.
     fn split(&mut self, layer: usize, needs: Vec<Need>) -> Result<Split> {
-        let mut split = Split::default();
+        let mut split = Split { in_waves: needs.len() > self.slots_of(layer), ..Split::default() };
+        // What goes in waves or through the ring is placed as it passes.
+        let places = !split.in_waves && needs.iter().all(|n| self.ring.find(n.record).is_none());
         for staged in self.pool.staged().to_vec() {
             if let Some(Located { slot, loading: true, .. }) = self.pool.locate(staged)
                 && self.backend.is_done(self.clocks[slot.0 as usize].filled)?
@@ -338,7 +368,10 @@ impl Engine {
         for need in needs {
             match self.pool.locate(need.record) {
                 None => match self.in_ring(need.record, &mut arrived)? {
-                    None => split.missing.push_back(need),
+                    None => {
+                        let slot = if places { self.pool.place(layer, need.record) } else { None };
+                        split.missing.push_back(Missing { need, slot });
+                    }
                     Some(arrived) => {
                         *(if arrived { &mut hits } else { &mut late }) += 1;
                         self.stats.prefetch_used += 1;
@@ -380,18 +413,16 @@ impl Engine {
         if split.missing.is_empty() {
             return Ok(());
         }
-        let slots = self.pool.shape().partitions[self.pool.shape().partition_of[layer]];
+        let slots = self.slots_of(layer);
         // Half of the slots at a time when all do not fit, so that one wave arrives while another computes.
-        let fits = split.hits.len() + split.late.len() + split.in_flight.len() + split.missing.len() <= slots;
-        let most = if fits && !split.in_waves { usize::MAX } else { slots.div_ceil(2) };
-        split.in_waves |= !fits;
+        let most = if split.in_waves { slots.div_ceil(2) } else { usize::MAX };
 
         let (mut items, mut fills) = (Vec::new(), Vec::new());
         while fills.len() < most
-            && let Some(need) = split.missing.pop_front()
+            && let Some(Missing { need, slot }) = split.missing.pop_front()
         {
-            let Some(slot) = self.pool.place(layer, need.record) else {
-                split.missing.push_front(need);
+            let Some(slot) = slot.or_else(|| self.pool.place(layer, need.record)) else {
+                split.missing.push_front(Missing { need, slot });
                 break;
             };
             fills.push(Fill { record: need.record, slot });
@@ -481,19 +512,15 @@ impl Engine {
         Ok(())
     }
 
-    fn prefetch_at(
-        &mut self,
-        point: PrefetchTrigger,
-        layer: usize,
-        choices: &[u32],
-        top_k: usize,
-    ) -> Result<()> {
+    fn prefetch_at(&mut self, point: PrefetchTrigger, seen: Seen<'_>) -> Result<()> {
+        let Seen { layer, choices, top_k, guess } = seen;
         let Some(prefetch) = self.prefetch.as_mut().filter(|p| p.trigger == point) else { return Ok(()) };
         prefetch.predictor.observe(layer, choices, top_k);
         // A prompt's union is no guide to the next layer's, and its transfers leave the link no idle time.
         if choices.len() > top_k || layer + 1 >= self.directory.layers().len() {
             return Ok(());
         }
+        prefetch.predictor.hint(layer + 1, guess);
         prefetch.predictor.predict(layer + 1, &mut prefetch.guesses);
         let next = &self.directory.layers()[layer + 1];
         let mut fills = Vec::new();
@@ -594,9 +621,17 @@ type Read<'a> = dyn Fn(RecordIndex, &mut [u8]) -> Result<()> + 'a;
 struct Split {
     hits: Vec<WorkItem>,
     late: Vec<WorkItem>,
-    missing: VecDeque<Need>,
+    missing: VecDeque<Missing>,
     in_flight: VecDeque<(Ticket, Vec<WorkItem>)>,
+    /// The set is larger than the slots that its layer competes for.
     in_waves: bool,
     /// Those that come through the ring.
     streamed: HashMap<RecordIndex, Need>,
+}
+
+/// A member that is nowhere.
+struct Missing {
+    need: Need,
+    /// Where it will be, as soon as that is decided.
+    slot: Option<SlotId>,
 }

@@ -18,6 +18,7 @@ use crate::blocks::moe::Moe;
 use crate::blocks::norm::Norm;
 use crate::blocks::prefill_attention::PrefillAttention;
 use crate::blocks::rope::RotaryTable;
+use crate::blocks::stale_gate;
 use crate::blocks::step::Step;
 use crate::chunk::chunk_tokens;
 use crate::error::{Error, Result};
@@ -77,6 +78,15 @@ pub(crate) enum Mixer {
 pub(crate) enum Ffn {
     Dense(DenseFfn),
     Moe(Box<Moe>),
+}
+
+impl Ffn {
+    fn moe(&mut self) -> Option<&mut Moe> {
+        match self {
+            Self::Moe(moe) => Some(moe),
+            Self::Dense(_) => None,
+        }
+    }
 }
 
 impl Decoder {
@@ -140,6 +150,7 @@ impl Decoder {
                 scalar: if layer.scalar { Some(build.scalar()?) } else { None },
             });
         }
+        stale_gate::connect(layers.iter_mut().filter_map(|layer| layer.ffn.moe()), &plan);
         build.prefix = root.to_owned();
         let norm = build.norm(names.final_norm)?;
         build.prefix = head_root.to_owned();

@@ -41,8 +41,9 @@ fn every_pool_equals_the_resident_run(format: Option<ExpertFormat>) {
     let mut runs = 0;
     for slots in TOP_K..=EXPERTS {
         for scope in [Scope::Layer, Scope::Global] {
-            for policy in [PolicyKind::Lru, PolicyKind::Lfu, PolicyKind::Lfru] {
-                for prefetch in [Prefetch::Off, Prefetch::Correlation] {
+            for policy in [PolicyKind::Lru, PolicyKind::Lfu, PolicyKind::Lfru, PolicyKind::Blend] {
+                let on = [Prefetch::Correlation, Prefetch::StaleGate, Prefetch::Auto][slots % 3];
+                for prefetch in [Prefetch::Off, on] {
                     let capacity = Capacity::Slots(slots);
                     // From none to several layers of records.
                     let ring = Some((slots as u64 % 4) << 20);
@@ -59,7 +60,7 @@ fn every_pool_equals_the_resident_run(format: Option<ExpertFormat>) {
             }
         }
     }
-    assert_eq!(runs, (EXPERTS - TOP_K + 1) * 12);
+    assert_eq!(runs, (EXPERTS - TOP_K + 1) * 16);
 }
 
 #[test]

@@ -14,7 +14,7 @@ use crate::size::parse_size;
 #[derive(Debug, Subcommand)]
 pub(crate) enum TraceCommand {
     /// Answer prompts and record which experts every token chose.
-    Record(RecordArgs),
+    Record(Box<RecordArgs>),
     /// Show what a trace looks like: use, entropy, reuse and overlap by layer.
     Show(ShowArgs),
     /// Play eviction policies over a trace.
@@ -38,6 +38,9 @@ pub(crate) struct RecordArgs {
     /// Leave the routing weights out
     #[arg(long)]
     pub(crate) no_weights: bool,
+    /// Record, too, what the next layer's router says to each layer's input, for `trace predict`
+    #[arg(long)]
+    pub(crate) stale_gate: bool,
     #[command(flatten)]
     pub(crate) sampler: SamplerArgs,
     /// Print nothing but warnings and errors
@@ -77,12 +80,12 @@ pub(crate) struct ReplayArgs {
         default_value = "8,16,32,64"
     )]
     pub(crate) slots_per_layer: Vec<usize>,
-    /// Policies: lru, lfu, lfru, aged, belady, static, lfru-admit, or lfru:T with a half-life of T tokens
+    /// Policies: lru, lfu, lfru, aged, blend, belady, static, lfru-admit, or lfru:T with a half-life of T tokens
     #[arg(
         long,
         value_name = "P,..",
         value_delimiter = ',',
-        default_value = "lru,lfu,lfru,aged,belady,static"
+        default_value = "lru,lfu,lfru,aged,blend,belady,static"
     )]
     pub(crate) policy: Vec<ReplayPolicy>,
     /// Whether each layer has slots of its own or all layers share them
@@ -113,10 +116,10 @@ pub(crate) struct ReplayArgs {
 pub(crate) struct PredictArgs {
     #[command(flatten)]
     pub(crate) file: FileArgs,
-    /// Predictors to try
+    /// Predictors to try [default: all; stale-gate where the trace has guesses, and one layer ahead]
     #[arg(
-        long, value_name = "P,..", value_delimiter = ',', default_value = "previous,frequency,correlation,combined",
-        value_parser = PossibleValuesParser::new(["previous", "frequency", "correlation", "combined"])
+        long, value_name = "P,..", value_delimiter = ',',
+        value_parser = PossibleValuesParser::new(["previous", "frequency", "correlation", "combined", "stale-gate"])
             .try_map(|s| s.parse::<PredictorKind>())
     )]
     pub(crate) predictor: Vec<PredictorKind>,
@@ -145,7 +148,7 @@ pub(crate) struct PlotArgs {
     #[arg(long, short, value_name = "FILE")]
     pub(crate) output: PathBuf,
     /// Policies to compare; belady is always drawn, as the ceiling
-    #[arg(long, value_name = "P,..", value_delimiter = ',', default_value = "lru,lfu,lfru,aged")]
+    #[arg(long, value_name = "P,..", value_delimiter = ',', default_value = "lru,lfu,lfru,aged,blend")]
     pub(crate) policy: Vec<ReplayPolicy>,
     /// Slots of each layer's LRU for recall on misses [default: a quarter of the experts]
     #[arg(long, value_name = "N", value_parser = parse_positive)]

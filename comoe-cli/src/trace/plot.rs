@@ -100,6 +100,11 @@ fn heat_map(trace: &Trace, area: &Area<'_>) -> Drawn {
     Ok(())
 }
 
+/// Labels for axes of whole numbers; ticks between them have none.
+fn whole(x: &f64) -> String {
+    if x.fract() == 0.0 { format!("{x:.0}") } else { String::new() }
+}
+
 /// Slots to compare: from top-k to all experts.
 fn sizes(trace: &Trace) -> Vec<usize> {
     let experts = trace.info().directory.layers().iter().map(|l| l.experts).max().unwrap_or(1);
@@ -124,6 +129,8 @@ fn hit_rates(trace: &Trace, args: &PlotArgs, area: &Area<'_>) -> Drawn {
         .x_desc("slots per layer")
         .y_desc("% hits")
         .light_line_style(TRANSPARENT)
+        .x_label_formatter(&whole)
+        .y_label_formatter(&whole)
         .label_style(("sans-serif", 13))
         .draw()?;
     let others = args.policy.iter().copied().filter(|p| *p != ReplayPolicy::Belady);
@@ -161,10 +168,12 @@ fn recalls(trace: &Trace, args: &PlotArgs, area: &Area<'_>) -> Drawn {
         .x_desc("layer, counted over those with experts")
         .y_desc("% recall")
         .light_line_style(TRANSPARENT)
+        .x_label_formatter(&whole)
+        .y_label_formatter(&whole)
         .label_style(("sans-serif", 13))
         .draw()?;
-    for (i, predictor) in PredictorKind::ALL.into_iter().enumerate() {
-        let scores = recall_by_layer(trace, &PredictOptions { predictor, depth: 1, k, slots });
+    for (i, predictor) in PredictorKind::for_trace(trace).into_iter().enumerate() {
+        let scores = recall_by_layer(trace, &PredictOptions { predictor, depth: 1, k, slots })?;
         let colour = COLOURS[i % COLOURS.len()];
         let points = |recall: &dyn Fn(usize) -> f64| -> Vec<_> {
             (0..scores.len()).map(|l| (l as f64, 100.0 * recall(l))).collect()
@@ -177,7 +186,7 @@ fn recalls(trace: &Trace, args: &PlotArgs, area: &Area<'_>) -> Drawn {
         let misses = points(&|l| scores[l].recall_on_misses());
         chart.draw_series(LineSeries::new(misses, colour.mix(0.6).stroke_width(1)))?;
     }
-    legend(&mut chart, SeriesLabelPosition::UpperRight)
+    legend(&mut chart, SeriesLabelPosition::UpperLeft)
 }
 
 fn legend<'a>(

@@ -1,11 +1,11 @@
 //! `comoe trace predict`.
 
-use comoe_core::replay::{PredictOptions, evaluate};
+use comoe_core::replay::{PredictOptions, PredictorKind, evaluate};
 use serde::Serialize;
 
 use super::args::PredictArgs;
 use super::{json, open, print, table};
-use crate::error::Result;
+use crate::error::{Error, Result};
 
 #[derive(Serialize)]
 struct Line {
@@ -29,11 +29,18 @@ pub(crate) fn run(args: &PredictArgs) -> Result<()> {
     let top_k = trace.info().top_k.max(1);
     let ks = if args.k.is_empty() { vec![top_k, 2 * top_k] } else { args.k.clone() };
     let mut lines = Vec::new();
-    for &predictor in &args.predictor {
+    // What was asked for by name is tried or refused; of all, those that can be.
+    let all = args.predictor.is_empty();
+    let predictors = if all { PredictorKind::ALL.to_vec() } else { args.predictor.clone() };
+    for predictor in predictors {
         for &depth in &args.depth {
+            if all && predictor.check(&trace, depth).is_err() {
+                continue;
+            }
             for &k in &ks {
                 for &slots in &args.slots {
-                    let score = evaluate(&trace, &PredictOptions { predictor, depth, k, slots });
+                    let score = evaluate(&trace, &PredictOptions { predictor, depth, k, slots })
+                        .map_err(Error::core)?;
                     lines.push(Line {
                         predictor: predictor.to_string(),
                         depth,

@@ -4,7 +4,7 @@ use std::io::BufReader;
 use std::path::Path;
 
 use comoe_core::store::Directory;
-use comoe_core::trace::{Phase, Recorder, TraceInfo};
+use comoe_core::trace::{Contents, Phase, Recorder, TraceInfo};
 use comoe_models::arch;
 use comoe_models::load::ConfigFile;
 
@@ -26,18 +26,18 @@ pub(crate) struct Recording {
 }
 
 impl Recording {
-    /// From now on the model's routing goes to the file at `path`.
+    /// From now on the model's routing and `contents` go to the file at `path`.
     ///
     /// # Errors
     /// When the file cannot be made.
-    pub(crate) fn start(path: &Path, loaded: &Loaded, weights: bool) -> Result<Self> {
+    pub(crate) fn start(path: &Path, loaded: &Loaded, contents: Contents) -> Result<Self> {
         let experts = loaded.model.experts();
         let info = TraceInfo {
             model: loaded.name(),
             top_k: loaded.model.decoder().plan().moe_layers().map(|l| l.1.router.top_k).max().unwrap_or(0),
             directory: experts.directory().clone(),
         };
-        let recorder = Recorder::create(path, info, weights).map_err(Error::core)?;
+        let recorder = Recorder::create(path, info, contents).map_err(Error::core)?;
         experts.observe(Some(Box::new(recorder.clone())));
         Ok(Self { recorder, path: path.to_owned() })
     }
@@ -74,8 +74,16 @@ pub(crate) fn run(args: &RecordArgs) -> Result<()> {
     let folder = model_path::find(args.model.model.as_deref(), args.quiet)?;
     let sampler = sampling::options(&args.sampler, &folder)?;
     let loaded = load::load(folder, &args.model, args.quiet)?;
-    let recording = Recording::start(&args.output, &loaded, !args.no_weights)?;
-    let output = OutputArgs { stats: false, json: false, quiet: args.quiet, think: Think::Show, trace: None };
+    let contents = Contents { weights: !args.no_weights, guesses: args.stale_gate };
+    let recording = Recording::start(&args.output, &loaded, contents)?;
+    let output = OutputArgs {
+        stats: false,
+        json: false,
+        quiet: args.quiet,
+        think: Think::Show,
+        trace: None,
+        trace_stale_gate: false,
+    };
     let settings = Settings { sampler, max_tokens: args.sampler.max_tokens, output: &output };
     let mut talk = match args.sampler.raw {
         true => Talk::without_template(&loaded, settings, None),
@@ -87,7 +95,9 @@ pub(crate) fn run(args: &RecordArgs) -> Result<()> {
         talk.reset();
         talk.say(prompt)?;
     }
-    recording.finish(&loaded, args.quiet)
+    recording.finish(&loaded, args.quiet)?;
+    loaded.keep_predictor_table();
+    Ok(())
 }
 
 /// The prompts of a file: its lines that are not blank.

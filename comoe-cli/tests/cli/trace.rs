@@ -60,6 +60,11 @@ fn any_run_can_record_and_answers_alike() {
     let path = file.display().to_string();
     assert_eq!(ask(&["--trace", &path]), ask(&[]));
     assert_eq!(trace(&format!("show {path} --json")).json()["turns"], 1);
+    let e = trace(&format!("predict {path} --predictor stale-gate"));
+    assert!(failure(&e).contains("comoe trace record --stale-gate"), "{e:?}");
+    assert_eq!(ask(&["--trace", &path, "--trace-stale-gate"]), ask(&[]));
+    let lines = trace(&format!("predict {path} --predictor stale-gate --slots 4 --k 2 --json")).json();
+    assert!(lines[0]["recall_on_misses"].as_f64().unwrap() > 0.3, "{lines}");
     let missing = folder.path().join("none/t.trace").display().to_string();
     let mut command = comoe();
     command.args(["generate", "--prompt", "x", "--trace", &missing]);
@@ -70,21 +75,21 @@ fn any_run_can_record_and_answers_alike() {
 fn the_committed_trace_is_of_comoe_tiny_and_gives_sound_numbers() {
     let path = recorded().display().to_string();
     let tiny = Path::new(env!("CARGO_MANIFEST_DIR")).join("../assets/comoe-tiny");
-    let policies = "lru,lfu,lfru,aged,belady,static,lfru-admit";
+    let policies = "lru,lfu,lfru,aged,blend,belady,static,lfru-admit";
     let lines = trace(&format!(
         "replay {path} --model {} --slots-per-layer 2,4,8 --policy {policies} --scope layer,global --json",
         tiny.display()
     ))
     .json();
     let lines = lines.as_array().unwrap();
-    assert_eq!(lines.len(), 7 * 3 * 2);
+    assert_eq!(lines.len(), 8 * 3 * 2);
     let rate = |policy: &str, slots: u64, scope: &str| {
         let line = lines.iter().find(|l| l["policy"] == policy && l["slots"] == slots && l["scope"] == scope);
         line.unwrap()["hit_rate"].as_f64().unwrap()
     };
     for scope in ["layer", "global"] {
         for slots in [2, 4, 8] {
-            for policy in ["lru", "lfu", "lfru", "aged"] {
+            for policy in ["lru", "lfu", "lfru", "aged", "blend"] {
                 assert!(
                     rate(policy, slots, scope) <= rate("belady", slots, scope),
                     "{policy} {slots} {scope}"
@@ -95,11 +100,15 @@ fn the_committed_trace_is_of_comoe_tiny_and_gives_sound_numbers() {
     }
     let lines = trace(&format!("predict {path} --slots 4 --depth 1,2 --json")).json();
     let lines = lines.as_array().unwrap();
-    assert_eq!(lines.len(), 4 * 2 * 2);
+    // Four predictors at two depths, and the model's own guesses one layer ahead, at k and at 2k.
+    assert_eq!(lines.len(), (4 * 2 + 1) * 2);
+    let recall = |l: &Value| l["recall"].as_f64().unwrap();
     for line in lines {
-        let recall = line["recall"].as_f64().unwrap();
-        assert!((0.0..=1.0).contains(&recall) && recall > 0.0, "{line}");
+        assert!((0.0..=1.0).contains(&recall(line)) && recall(line) > 0.0, "{line}");
+        assert!(line["predictor"] == "stale-gate" || recall(line) < recall(lines.last().unwrap()), "{line}");
     }
+    let e = trace(&format!("predict {path} --predictor stale-gate --depth 2"));
+    assert!(failure(&e).contains("use depth 1"), "{e:?}");
     let lines =
         trace(&format!("replay {path} --slots 4 --policy lru --batch 1,2,4 --group similar --json")).json();
     let unions: Vec<f64> = lines.as_array().unwrap().iter().map(|l| l["union"].as_f64().unwrap()).collect();
@@ -117,7 +126,7 @@ fn a_picture_is_drawn() {
     let run = trace(&format!("plot {} -o {}", recorded().display(), svg.display()));
     run.answer();
     let text = std::fs::read_to_string(svg).unwrap();
-    for word in ["<svg", "belady (ceiling)", "aged", "correlation", "slots per layer", "comoe-tiny"] {
+    for word in ["<svg", "belady (ceiling)", "blend", "stale-gate", "slots per layer", "comoe-tiny"] {
         assert!(text.contains(word), "{word}");
     }
 }

@@ -13,7 +13,7 @@ use crate::backend::{Backend, DriverKind, MOST_DEVICE_TOKENS};
 use crate::error::{Error, Result};
 use crate::policy::PolicyKind;
 use crate::pool::Pool;
-use crate::predict::{Correlation, EvidenceGate, GateOptions, Predictor, Prefetch};
+use crate::predict::{Correlation, EvidenceGate, GateOptions, Predictor, Prefetch, StaleGate};
 use crate::schedule::{Engine, PrefetchEngine, PrefetchTrigger, Rules};
 use crate::store::{ExpertStore, RecordSource};
 
@@ -132,7 +132,9 @@ impl<S> CacheBuilder<S> {
         };
         let mut info = backend.info();
         let records = directory.len();
-        let policy = options.policy.in_force(layout.shape.slots() == records);
+        let may_drive = options.driver != DriverKind::Host
+            && (matches!(device, Device::Cuda(_)) || options.driver == DriverKind::Device);
+        let policy = options.policy.in_force(layout.shape.slots() == records, may_drive);
         let sharing = directory.layers().len().div_ceil(layout.shape.partitions.len().max(1));
         let per_token = options.top_k.max(1) * sharing;
         let pool = Pool::new(layout.shape, records, |slots| policy.build(slots, records, per_token));
@@ -143,9 +145,10 @@ impl<S> CacheBuilder<S> {
         let prefetch = match layout.prefetch {
             Prefetch::Off => None,
             Prefetch::Correlation => prefetch(Box::new(Correlation::new(&experts, 1)), None),
+            Prefetch::StaleGate => prefetch(Box::new(StaleGate::new()), None),
             Prefetch::Auto => {
                 let gate = EvidenceGate::new(experts.len(), GateOptions::new(width));
-                prefetch(Box::new(Correlation::new(&experts, 1)), Some(gate))
+                prefetch(Box::new(StaleGate::or(Correlation::new(&experts, 1))), Some(gate))
             }
         };
         let mut engine =
@@ -168,6 +171,7 @@ impl<S> CacheBuilder<S> {
         }
         layout.notes.iter().for_each(|note| tracing::warn!("{note}"));
         info.notes.iter().for_each(|note| tracing::info!("{}: {note}", info.device));
+        let takes_hints = engine.takes_hints();
         let core = Core {
             engine: Mutex::new(engine),
             directory,
@@ -177,6 +181,7 @@ impl<S> CacheBuilder<S> {
             device,
             policy,
             driver,
+            takes_hints,
             observer: Mutex::new(None),
         };
         Ok((core, store))

@@ -208,7 +208,7 @@ impl CacheOptions {
         match self.prefetch {
             Prefetch::Off => 0,
             // Room for what was guessed for this layer and for the next.
-            Prefetch::Correlation | Prefetch::Auto => 2 * self.prefetch_width(),
+            Prefetch::Correlation | Prefetch::StaleGate | Prefetch::Auto => 2 * self.prefetch_width(),
         }
     }
 

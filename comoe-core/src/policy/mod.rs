@@ -1,6 +1,7 @@
 //! Who leaves? One trait, one file per policy, all pure: no threads, no clocks, no device.
 
 mod belady;
+mod blend;
 mod lfru;
 mod lfu;
 mod lru;
@@ -10,6 +11,7 @@ use std::fmt;
 use std::str::FromStr;
 
 pub use belady::Belady;
+pub use blend::Blend;
 pub use lfru::Lfru;
 pub use lfu::Lfu;
 pub use lru::Lru;
@@ -71,8 +73,8 @@ pub struct Decayed<'a> {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 #[non_exhaustive]
 pub enum PolicyKind {
-    /// The best on recorded routing: [`Self::Aged`]. Where every record has a slot nobody ever leaves, and it is
-    /// [`Self::Lru`], which costs least.
+    /// The best on recorded routing that can be had: [`Self::Blend`], or [`Self::Aged`] where a GPU decides by itself.
+    /// Where every record has a slot nobody ever leaves, and it is [`Self::Lru`], which costs least.
     #[default]
     Auto,
     /// Least recently used.
@@ -83,11 +85,13 @@ pub enum PolicyKind {
     Lfru,
     /// Frequency with exponential decay, by tokens: [`Lfru`] with a half-life of [`Self::AGED_TOKENS`].
     Aged,
+    /// Frequency with a short and a long memory; see [`Blend`].
+    Blend,
 }
 
 impl PolicyKind {
     /// Every policy.
-    pub const ALL: [Self; 5] = [Self::Auto, Self::Lru, Self::Lfu, Self::Lfru, Self::Aged];
+    pub const ALL: [Self; 6] = [Self::Auto, Self::Lru, Self::Lfu, Self::Lfru, Self::Aged, Self::Blend];
 
     /// Half-life of [`Self::Aged`] in tokens: routing drifts with the text, whatever the number of slots. Fitted on the
     /// first halves of three recorded traces (comoe-bench/RESULTS-routing.md).
@@ -101,21 +105,23 @@ impl PolicyKind {
             Self::Lfu => "lfu",
             Self::Lfru => "lfru",
             Self::Aged => "aged",
+            Self::Blend => "blend",
         }
     }
 
-    /// What is in force when this is asked for; `resident`: every record has a slot.
-    pub fn in_force(self, resident: bool) -> Self {
+    /// What is in force when this is asked for; `resident`: every record has a slot, `on_gpu`: a GPU may decide.
+    pub fn in_force(self, resident: bool, on_gpu: bool) -> Self {
         match self {
             Self::Auto if resident => Self::Lru,
-            Self::Auto => Self::Aged,
+            Self::Auto if on_gpu => Self::Aged,
+            Self::Auto => Self::Blend,
             other => other,
         }
     }
 
     /// Whether a device knows it, too.
     pub fn is_a_devices(self) -> bool {
-        !matches!(self, Self::Lfu)
+        !matches!(self, Self::Lfu | Self::Blend)
     }
 
     /// Makes the policy for a partition of `slots` slots, with `records` records in the whole store, to which a token
@@ -125,9 +131,8 @@ impl PolicyKind {
             Self::Lru => Box::new(Lru::new(records)),
             Self::Lfu => Box::new(Lfu::new(records)),
             Self::Lfru => Box::new(Lfru::for_slots(slots, records)),
-            Self::Auto | Self::Aged => {
-                Box::new(Lfru::new(Self::AGED_TOKENS * per_token.max(1) as f64, records))
-            }
+            Self::Aged => Box::new(Lfru::new(Self::AGED_TOKENS * per_token.max(1) as f64, records)),
+            Self::Auto | Self::Blend => Box::new(Blend::new(records, per_token)),
         }
     }
 }

@@ -118,6 +118,25 @@ proptest! {
     }
 
     #[test]
+    fn blend_is_the_naive_sum_of_two_frequencies(
+        slots in 1usize..9,
+        per_token in 1usize..5,
+        accesses in prop::collection::vec(0u32..24, 0..200),
+    ) {
+        let frequency = |h: &[u32], x: u32, half_life: f64| -> f64 {
+            let value = |t: usize| ((t as f64 + 1.0 - h.len() as f64) / half_life).exp2();
+            let sum: f64 = h.iter().enumerate().filter(|(_, y)| **y == x).map(|(t, _)| value(t)).sum();
+            sum * (1.0 - (-1.0 / half_life).exp2())
+        };
+        let per_token_f = per_token as f64;
+        let value = |h: &[u32], x: u32| {
+            let (short, long) = (Blend::SHORT_TOKENS * per_token_f, Blend::LONG_TOKENS * per_token_f);
+            frequency(h, x, short) + Blend::LONG_WEIGHT * frequency(h, x, long)
+        };
+        compare(&mut *PolicyKind::Blend.build(slots, 24, per_token), value, slots, &accesses);
+    }
+
+    #[test]
     fn belady_is_never_beaten(slots in 1usize..9, accesses in prop::collection::vec(0u32..24, 0..200)) {
         let future: Vec<_> = accesses.iter().map(|&a| r(a)).collect();
         let best = play(&mut Belady::new(&future, 24), slots, &accesses);
@@ -144,6 +163,23 @@ fn orders_are_exact() {
     assert_eq!(order(&mut Lfru::new(0.01, 8)), [3, 2, 1]);
     let future = [1, 2, 3, 1, 1, 2, 1, 3, 1].map(r);
     assert_eq!(order(&mut Belady::new(&future, 8)), [2, 1, 3]);
+}
+
+#[test]
+fn blend_keeps_its_order_however_long_it_runs() {
+    // Weights grow by 2^(1/1.25) a tick, and are scaled down every 620 ticks or so.
+    let mut policy = Blend::new(4, 1);
+    for record in [0, 1, 2] {
+        policy.insert(r(record));
+    }
+    for round in 0..20_000u32 {
+        policy.hit(r(round % 2));
+        policy.hit(r(2 * (round % 2)));
+    }
+    // 0 was used every second time, 1 and 2 every fourth, 2 last.
+    assert_eq!(policy.eviction_order(), [1, 2, 0].map(r));
+    policy.insert(r(3));
+    assert_eq!(policy.victim(&|x| x != r(1)), Some(r(3)), "a newcomer has little behind it");
 }
 
 #[test]

@@ -11,8 +11,10 @@ use super::{History, Predictor, Scored, rank};
 #[derive(Debug)]
 pub struct Correlation {
     /// One table per layer: from the layer `depth` before it.
-    tables: Vec<Table>,
-    depth: usize,
+    pub(super) tables: Vec<Table>,
+    pub(super) depth: usize,
+    /// Tokens that the tables were learned from.
+    pub(super) tokens: u64,
     decay: f32,
     history: History,
     scratch: Vec<f32>,
@@ -21,14 +23,14 @@ pub struct Correlation {
 }
 
 #[derive(Debug)]
-struct Table {
-    to: usize,
+pub(super) struct Table {
+    pub(super) to: usize,
     /// `[from experts, to experts]`
-    counts: Vec<f32>,
+    pub(super) counts: Vec<f32>,
     /// `[from experts]`
-    totals: Vec<f32>,
+    pub(super) totals: Vec<f32>,
     /// Weight of the next observation; grows instead of the table being scaled down each time.
-    weight: f32,
+    pub(super) weight: f32,
 }
 
 /// Beyond this the table is scaled down, far from the limit of f32.
@@ -71,6 +73,7 @@ impl Correlation {
         Self {
             tables: tables.collect(),
             depth: depth.min(layers),
+            tokens: 0,
             decay: Self::DECAY,
             history: History::default(),
             scratch: Vec::new(),
@@ -112,6 +115,8 @@ impl Predictor for Correlation {
             guide.extend_from_slice(self.history.of_token_before(layer, layer + layers - self.depth));
         }
         self.history.observe(layer, choices, top_k);
+        // Only the last layer may run for fewer tokens than went in.
+        self.tokens += if layer == 0 { (choices.len() / top_k) as u64 } else { 0 };
         let table = &mut self.tables[layer];
         match layer.checked_sub(self.depth) {
             Some(guide) => {
@@ -135,5 +140,9 @@ impl Predictor for Correlation {
         self.chances(layer, &mut scratch);
         rank(&scratch, out);
         self.scratch = scratch;
+    }
+
+    fn table(&mut self) -> Option<&mut Correlation> {
+        Some(self)
     }
 }

@@ -6,6 +6,8 @@ mod frequency;
 mod gate;
 mod history;
 mod previous;
+mod stale_gate;
+mod table;
 #[cfg(test)]
 mod tests;
 
@@ -18,6 +20,8 @@ pub use frequency::Frequency;
 pub use gate::{Evidence, EvidenceGate, GateOptions};
 pub use history::History;
 pub use previous::PreviousToken;
+pub use stale_gate::StaleGate;
+pub use table::{TABLE_MAGIC, TABLE_VERSION};
 
 use crate::error::Error;
 
@@ -42,6 +46,21 @@ pub trait Predictor: Send {
     /// Writes the guesses for layer `layer`, which has not been observed for the token at hand, to `out`: best first,
     /// ties by smaller expert. Experts that nothing speaks for are left out.
     fn predict(&mut self, layer: usize, out: &mut Vec<Scored>);
+
+    /// The model itself guesses that the token at hand will choose `guesses`, likeliest first, in layer `layer`. Told
+    /// after the layer before was observed, of the layers for which there is such a guess; most predictors have no use
+    /// for it.
+    fn hint(&mut self, _layer: usize, _guesses: &[u32]) {}
+
+    /// Whether [`Self::hint`] is of use, so that it is worth computing.
+    fn takes_hints(&self) -> bool {
+        false
+    }
+
+    /// The table that it learns, if it does: what can be kept for the next run.
+    fn table(&mut self) -> Option<&mut Correlation> {
+        None
+    }
 }
 
 /// Writes what `scores` (one per expert) says to `out`, in the order that [`Predictor::predict`] promises.
@@ -61,20 +80,25 @@ pub enum Prefetch {
     Off,
     /// What [`Correlation`] predicts for the next layer.
     Correlation,
-    /// What [`Correlation`] predicts, in layers where it pays: judged all the time by an [`EvidenceGate`]. ([`Combined`]
-    /// guesses more accesses, but no more of those that miss: comoe-bench/RESULTS-routing.md.)
+    /// What the model's own next router says; see [`StaleGate`]. Nothing where the caller gives no guesses
+    /// ([`CacheLayer::with_guess`](crate::CacheLayer::with_guess)).
+    StaleGate,
+    /// [`StaleGate`] with callers that give guesses and [`Correlation`] with others, in layers where it pays: judged all the
+    /// time by an [`EvidenceGate`]. (Measured: comoe-bench/RESULTS-routing.md. [`Combined`] guesses more accesses than
+    /// [`Correlation`], but no more of those that miss.)
     Auto,
 }
 
 impl Prefetch {
     /// Every way.
-    pub const ALL: [Self; 3] = [Self::Off, Self::Correlation, Self::Auto];
+    pub const ALL: [Self; 4] = [Self::Off, Self::Correlation, Self::StaleGate, Self::Auto];
 
     /// The name, as it is given on a command line.
     pub fn name(self) -> &'static str {
         match self {
             Self::Off => "off",
             Self::Correlation => "correlation",
+            Self::StaleGate => "stale-gate",
             Self::Auto => "auto",
         }
     }
@@ -92,7 +116,7 @@ impl FromStr for Prefetch {
     fn from_str(s: &str) -> Result<Self, Error> {
         Self::ALL.into_iter().find(|p| p.name() == s).ok_or_else(|| Error::BadArgument {
             what: "prefetch",
-            reason: format!("{s:?} is unknown: use off, correlation or auto"),
+            reason: format!("{s:?} is unknown: use {}", Self::ALL.map(Self::name).join(", ")),
         })
     }
 }

@@ -109,3 +109,21 @@ fn combined_finds_out_whom_to_believe() {
         c.observe(1, &[if e < 2 { 0 } else { e }], 1);
     }
 }
+
+#[test]
+fn the_stale_gate_says_what_it_was_told_and_a_table_serves_until_then() {
+    let mut g = StaleGate::or(Correlation::new(&[4, 4], 1));
+    for _ in 0..5 {
+        token(&mut g, &[&[0], &[3]]);
+    }
+    g.observe(0, &[0], 1);
+    g.hint(1, &[]);
+    assert_eq!(guess(&mut g, 1), [3], "the table");
+    assert_eq!(g.table().map(|t| t.tokens()), Some(6));
+    g.hint(1, &[2, 0, 1]);
+    assert_eq!(guess(&mut g, 1), [2, 0, 1]);
+    assert!(guess(&mut g, 0).is_empty(), "the hint is for another layer");
+    assert!(g.table().is_none() && g.takes_hints());
+    g.observe(1, &[2], 1);
+    assert!(guess(&mut g, 1).is_empty(), "a hint is for one token");
+}

@@ -4,9 +4,9 @@ use std::fmt;
 use std::str::FromStr;
 
 use super::Partition;
-use crate::error::Error;
+use crate::error::{Error, Result};
 use crate::policy::PolicyKind;
-use crate::predict::{Combined, Correlation, Frequency, Predictor, PreviousToken, Scored};
+use crate::predict::{Combined, Correlation, Frequency, Predictor, PreviousToken, Scored, StaleGate};
 use crate::trace::{Phase, Trace};
 
 /// The predictors that can be tried on a trace.
@@ -21,11 +21,37 @@ pub enum PredictorKind {
     Correlation,
     /// [`Combined`].
     Combined,
+    /// [`StaleGate`], with the guesses that the trace has.
+    StaleGate,
 }
 
 impl PredictorKind {
     /// Every predictor.
-    pub const ALL: [Self; 4] = [Self::Previous, Self::Frequency, Self::Correlation, Self::Combined];
+    pub const ALL: [Self; 5] =
+        [Self::Previous, Self::Frequency, Self::Correlation, Self::Combined, Self::StaleGate];
+
+    /// Those that `trace` has all for.
+    pub fn for_trace(trace: &Trace) -> Vec<Self> {
+        Self::ALL.into_iter().filter(|p| p.check(trace, 1).is_ok()).collect()
+    }
+
+    /// Sees that the predictor can be tried on `trace`, `depth` layers ahead.
+    ///
+    /// # Errors
+    /// [`Error::BadArgument`] for the stale gate, when the trace has no guesses or they are of another depth.
+    pub fn check(self, trace: &Trace, depth: usize) -> Result<()> {
+        let bad = |reason: String| Err(Error::BadArgument { what: "predictor", reason });
+        match self {
+            Self::StaleGate if !trace.has_guesses() => bad(
+                "the trace has no guesses of the model; record them with `comoe trace record --stale-gate`"
+                    .to_owned(),
+            ),
+            Self::StaleGate if depth != 1 => {
+                bad(format!("the stale gate's guesses are for one layer ahead, not {depth}: use depth 1"))
+            }
+            _ => Ok(()),
+        }
+    }
 
     /// Makes the predictor for layers with so many `experts` each, `depth` layers ahead.
     ///
@@ -37,6 +63,7 @@ impl PredictorKind {
             Self::Frequency => Box::new(Frequency::new(experts)),
             Self::Correlation => Box::new(Correlation::new(experts, depth)),
             Self::Combined => Box::new(Combined::new(experts, depth)),
+            Self::StaleGate => Box::new(StaleGate::new()),
         }
     }
 }
@@ -48,6 +75,7 @@ impl fmt::Display for PredictorKind {
             Self::Frequency => "frequency",
             Self::Correlation => "correlation",
             Self::Combined => "combined",
+            Self::StaleGate => "stale-gate",
         })
     }
 }
@@ -55,10 +83,10 @@ impl fmt::Display for PredictorKind {
 impl FromStr for PredictorKind {
     type Err = Error;
 
-    fn from_str(s: &str) -> Result<Self, Error> {
+    fn from_str(s: &str) -> Result<Self> {
         Self::ALL.into_iter().find(|p| p.to_string() == s).ok_or_else(|| Error::BadArgument {
             what: "predictor",
-            reason: format!("{s:?} is unknown: use previous, frequency, correlation or combined"),
+            reason: format!("{s:?} is unknown: use previous, frequency, correlation, combined or stale-gate"),
         })
     }
 }
@@ -124,19 +152,26 @@ fn ratio(part: u64, whole: u64) -> f64 {
 }
 
 /// Tries a predictor on a trace; see [`recall_by_layer`].
-pub fn evaluate(trace: &Trace, options: &PredictOptions) -> PredictScore {
+///
+/// # Errors
+/// As [`PredictorKind::check`].
+pub fn evaluate(trace: &Trace, options: &PredictOptions) -> Result<PredictScore> {
     let mut sum = PredictScore::default();
-    recall_by_layer(trace, options).iter().for_each(|l| sum.add(l));
-    sum
+    recall_by_layer(trace, options)?.iter().for_each(|l| sum.add(l));
+    Ok(sum)
 }
 
 /// Tries a predictor on a trace and counts by layer. The guess for a layer is made when the layer `depth` before it (of
 /// the token before, for the first layers) has been routed, and nothing later is known.
-pub fn recall_by_layer(trace: &Trace, options: &PredictOptions) -> Vec<PredictScore> {
+///
+/// # Errors
+/// As [`PredictorKind::check`].
+pub fn recall_by_layer(trace: &Trace, options: &PredictOptions) -> Result<Vec<PredictScore>> {
     let entries = trace.info().directory.layers();
     let (layers, tokens) = (entries.len(), trace.tokens().len());
     let experts: Vec<usize> = entries.iter().map(|e| e.experts).collect();
     let depth = options.depth.max(1);
+    options.predictor.check(trace, depth)?;
     let mut predictor = options.predictor.build(&experts, depth);
     let mut caches: Vec<Partition> = experts
         .iter()
@@ -161,6 +196,7 @@ pub fn recall_by_layer(trace: &Trace, options: &PredictOptions) -> Vec<PredictSc
         let (token, layer) = (at / layers, at % layers);
         let set = trace.chosen(token, layer);
         if trace.tokens()[token].phase == Phase::Decode {
+            predictor.hint(layer, trace.guesses(token, layer));
             predictor.predict(layer, &mut guesses);
             guesses.truncate(options.k);
             let (score, cache) = (&mut scores[layer], &caches[layer]);
@@ -183,5 +219,5 @@ pub fn recall_by_layer(trace: &Trace, options: &PredictOptions) -> Vec<PredictSc
         }
         caches[layer].step(set);
     }
-    scores
+    Ok(scores)
 }

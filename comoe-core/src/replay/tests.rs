@@ -3,7 +3,9 @@
 use proptest::prelude::*;
 
 use super::*;
+use crate::policy::Blend;
 use crate::trace::testing::{info, made};
+use crate::trace::{Choice, Token, TraceBuilder};
 
 /// The rules word by word, with lists and no cleverness.
 fn naive(trace: &Trace, policy: &str, scope: Scope, slots_per_layer: usize) -> (u64, u64) {
@@ -41,6 +43,15 @@ fn naive(trace: &Trace, policy: &str, scope: Scope, slots_per_layer: usize) -> (
                             "lfu" => history.iter().filter(|y| *y == x).count() as f64 + last / 1e9,
                             "lfru" => decayed(4.0 * capacity as f64),
                             "aged" => decayed(PolicyKind::AGED_TOKENS * per_token as f64),
+                            "blend" => {
+                                let frequency = |tokens: f64| {
+                                    let half_life = tokens * per_token as f64;
+                                    // `decayed` has the last access a tick ago; here it counts whole.
+                                    decayed(half_life) * ((1.0 / half_life).exp2() - 1.0)
+                                };
+                                frequency(Blend::SHORT_TOKENS)
+                                    + Blend::LONG_WEIGHT * frequency(Blend::LONG_TOKENS)
+                            }
                             "belady" => {
                                 -(all[at + i..].iter().position(|y| y == x).map_or(1e9, |p| p as f64))
                             }
@@ -96,7 +107,7 @@ proptest! {
         trace in trace(3),
         scope in scope(),
         slots in 3usize..8,
-        policy in prop::sample::select(vec!["lfru", "aged"]),
+        policy in prop::sample::select(vec!["lfru", "aged", "blend"]),
     ) {
         let score = replay(&trace, policy.parse().unwrap(), scope, slots);
         let (hits, accesses) = naive(&trace, policy, scope, slots);
@@ -136,7 +147,7 @@ proptest! {
             }
             new
         }).sum();
-        for policy in ["lru", "lfu", "lfru", "aged", "belady", "lfru-admit", "lfru:3"] {
+        for policy in ["lru", "lfu", "lfru", "aged", "blend", "belady", "lfru-admit", "lfru:3"] {
             let score = replay(&trace, policy.parse().unwrap(), scope, 10);
             prop_assert_eq!(score.accesses - score.hits, first_uses, "{}", policy);
         }
@@ -200,7 +211,7 @@ fn unknown_policies_are_named() {
         let e = bad.parse::<ReplayPolicy>().unwrap_err().to_string();
         assert!(e.contains("belady") && e.contains("lru"), "{e}");
     }
-    for good in ["lru", "lfu", "lfru", "aged", "belady", "static", "lfru-admit", "lfru:2.5"] {
+    for good in ["lru", "lfu", "lfru", "aged", "blend", "belady", "static", "lfru-admit", "lfru:2.5"] {
         assert_eq!(good.parse::<ReplayPolicy>().unwrap().to_string(), good);
     }
 }
@@ -267,7 +278,8 @@ fn predictors_know_nothing_of_what_comes_later() {
     // Alternating sets: the token before is always wrong, the one before that always right.
     let (a, b): (&[u32], &[u32]) = (&[0, 1], &[2, 3]);
     let trace = one_layer(&[a, b, a, b, a, b, a, b]);
-    let score = |predictor, k| evaluate(&trace, &PredictOptions { predictor, depth: 1, k, slots: 2 });
+    let score =
+        |predictor, k| evaluate(&trace, &PredictOptions { predictor, depth: 1, k, slots: 2 }).unwrap();
     let previous = score(PredictorKind::Previous, 2);
     assert_eq!((previous.accesses, previous.guessed, previous.misses), (16, 0, 16));
     // All that is guessed is resident in the LRU of two slots, so nothing would be fetched, or wasted.
@@ -279,4 +291,32 @@ fn predictors_know_nothing_of_what_comes_later() {
     assert_eq!(correlation.guessed, 10, "known from the third token on, b to a from the fourth");
     assert_eq!(correlation.misses_guessed, 10);
     assert_eq!((correlation.useful_bytes, correlation.wasted_bytes), (10 * 512, 0));
+}
+
+#[test]
+fn the_stale_gate_is_judged_by_the_guesses_in_the_trace() {
+    let info = info(&[(0, 8), (1, 8)], 2);
+    let mut builder = TraceBuilder::new(info);
+    for t in 0..10u32 {
+        let sets = [[t % 8, (t + 1) % 8], [(t + 3) % 8, (t + 5) % 8]];
+        // The first guess is always right, the second never, the third every other time.
+        let guesses = [(t + 3) % 8, (t + 4) % 8, (t + 5 + t % 2) % 8];
+        builder.token(Token { turn: 0, phase: Phase::Decode }, |l| Choice {
+            experts: &sets[l],
+            guesses: if l == 1 { &guesses } else { &[] },
+            ..Choice::default()
+        });
+    }
+    let trace = builder.finish();
+    let options = |depth, k| PredictOptions { predictor: PredictorKind::StaleGate, depth, k, slots: 2 };
+    let by_layer = recall_by_layer(&trace, &options(1, 2)).unwrap();
+    assert_eq!([by_layer[0].guessed, by_layer[1].guessed], [0, 10]);
+    assert_eq!(evaluate(&trace, &options(1, 3)).unwrap().guessed, 15);
+    assert!(PredictorKind::for_trace(&trace).contains(&PredictorKind::StaleGate));
+    let deeper = evaluate(&trace, &options(2, 2)).unwrap_err().to_string();
+    assert!(deeper.contains("use depth 1"), "{deeper}");
+    let plain = one_layer(&[&[0, 1]]);
+    let missing = evaluate(&plain, &options(1, 2)).unwrap_err().to_string();
+    assert!(missing.contains("comoe trace record --stale-gate"), "{missing}");
+    assert!(!PredictorKind::for_trace(&plain).contains(&PredictorKind::StaleGate));
 }

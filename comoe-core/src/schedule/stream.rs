@@ -44,11 +44,9 @@ impl Engine {
         (GROUP_BYTES / self.slot_bytes.max(1)).clamp(1, most)
     }
 
-    /// Whether the step of `layer` goes through the ring: some of it is there, or it has more members than slots.
-    pub(super) fn passes_the_ring(&self, layer: usize, split: &Split) -> bool {
-        let slots = self.pool.shape().partitions[self.pool.shape().partition_of[layer]];
-        let members = split.hits.len() + split.late.len() + split.missing.len();
-        self.ring.slots() > 0 && (!split.streamed.is_empty() || members > slots)
+    /// Whether a step goes through the ring: some of it is there, or it has more members than slots.
+    pub(super) fn passes_the_ring(&self, split: &Split) -> bool {
+        self.ring.slots() > 0 && (!split.streamed.is_empty() || split.in_waves)
     }
 
     /// Sends for as many of the missing as the ring has room for. Nothing, while it holds a later layer's records: those
@@ -59,7 +57,7 @@ impl Engine {
             if count == 0 {
                 break;
             }
-            let needs: Vec<Need> = split.missing.drain(..count).collect();
+            let needs: Vec<Need> = split.missing.drain(..count).map(|m| m.need).collect();
             let records: Vec<_> = needs.iter().map(|n| n.record).collect();
             split.streamed.extend(needs.into_iter().map(|n| (n.record, n)));
             let bytes = self.send_group(layer, &records, false)?;

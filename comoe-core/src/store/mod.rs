@@ -30,6 +30,7 @@ pub use memory::MemorySource;
 pub use naming::{ExpertTensor, Matrix, Naming, StackedLayout, TensorKind, TensorRole};
 pub use packed::{PackedFile, PackedInfo, PackedLayer};
 pub use packed_writer::PackedWriter;
+pub(crate) use packed_writer::write_whole;
 pub use quant::{Quantisation, QuantisedMatrix};
 /// Element type of a checkpoint's tensor.
 pub use safetensors::Dtype;

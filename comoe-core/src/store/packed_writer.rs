@@ -104,6 +104,17 @@ impl Drop for PackedWriter {
     }
 }
 
+/// Writes a small file of `bytes` at once: the old one, if there is one, stays until the new one is whole.
+pub(crate) fn write_whole(path: &Path, bytes: &[u8]) -> Result<()> {
+    remove_abandoned(path);
+    let (temporary, file) = create_temporary(path)?;
+    let written = write_all_at(&file, bytes, 0).and_then(|()| file.sync_all());
+    written.and_then(|()| std::fs::rename(&temporary, path)).map_err(|e| {
+        let _ = std::fs::remove_file(&temporary);
+        Error::io(path, e)
+    })
+}
+
 fn folder_of(path: &Path) -> &Path {
     path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."))
 }

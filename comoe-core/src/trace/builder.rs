@@ -2,6 +2,17 @@
 
 use super::{Phase, Token, Trace, TraceInfo};
 
+/// What a token did in one layer.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Choice<'a> {
+    /// Experts, in order of choice.
+    pub experts: &'a [u32],
+    /// Their weights; of all tokens or of none.
+    pub weights: Option<&'a [f32]>,
+    /// What was guessed for the layer one layer earlier, likeliest first; see [`Trace::guesses`].
+    pub guesses: &'a [u32],
+}
+
 /// Makes a [`Trace`] in memory.
 #[derive(Debug)]
 pub struct TraceBuilder {
@@ -11,18 +22,25 @@ pub struct TraceBuilder {
 impl TraceBuilder {
     /// An empty trace.
     pub fn new(info: TraceInfo) -> Self {
-        let trace =
-            Trace { info, tokens: Vec::new(), ends: Vec::new(), experts: Vec::new(), weights: Vec::new() };
+        let trace = Trace {
+            info,
+            tokens: Vec::new(),
+            ends: Vec::new(),
+            experts: Vec::new(),
+            weights: Vec::new(),
+            guess_ends: Vec::new(),
+            guesses: Vec::new(),
+        };
         Self { trace }
     }
 
-    /// Adds a token. `chosen` gives, for a layer ordinal, the experts in order of choice and their weights (for all
-    /// tokens or for none); an expert named twice counts once, with the sum of its weights.
-    pub fn token<'a>(&mut self, token: Token, chosen: impl Fn(usize) -> (&'a [u32], Option<&'a [f32]>)) {
+    /// Adds a token. `chosen` says what it did in a layer, by ordinal; an expert named twice counts once, with the sum of
+    /// its weights.
+    pub fn token<'a>(&mut self, token: Token, chosen: impl Fn(usize) -> Choice<'a>) {
         let trace = &mut self.trace;
         for layer in 0..trace.info.directory.layers().len() {
             let start = trace.experts.len();
-            let (experts, weights) = chosen(layer);
+            let Choice { experts, weights, guesses } = chosen(layer);
             for (j, &expert) in experts.iter().enumerate() {
                 let weight = weights.and_then(|w| w.get(j).copied());
                 match trace.experts[start..].iter().position(|&e| e == expert) {
@@ -38,6 +56,8 @@ impl TraceBuilder {
                 }
             }
             trace.ends.push(trace.experts.len());
+            trace.guesses.extend_from_slice(guesses);
+            trace.guess_ends.push(trace.guesses.len());
         }
         trace.tokens.push(token);
     }
@@ -46,6 +66,9 @@ impl TraceBuilder {
     pub fn finish(mut self) -> Trace {
         if self.trace.weights.len() != self.trace.experts.len() {
             self.trace.weights.clear();
+        }
+        if self.trace.guesses.is_empty() {
+            self.trace.guess_ends.clear();
         }
         self.trace
     }

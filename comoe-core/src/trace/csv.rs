@@ -13,7 +13,7 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 
-use super::{Phase, Token, Trace, TraceBuilder, TraceInfo};
+use super::{Choice, Phase, Token, Trace, TraceBuilder, TraceInfo};
 use crate::error::{Error, Result, TracePlace};
 use crate::policy::{EvictionPolicy, Lru};
 use crate::store::{Directory, RecordIndex};
@@ -164,8 +164,10 @@ impl RouteRows {
                 chosen[at].1.push(row.weight);
             }
             let first = token[0];
-            builder.token(Token { turn: first.turn, phase: first.phase }, |l| {
-                (&chosen[l].0, Some(chosen[l].1.as_slice()))
+            builder.token(Token { turn: first.turn, phase: first.phase }, |l| Choice {
+                experts: &chosen[l].0,
+                weights: Some(&chosen[l].1),
+                guesses: &[],
             });
             if let Some(layer) = builder.missing_layer() {
                 let line = token.iter().map(|r| r.line).max().unwrap_or(0);

@@ -3,18 +3,19 @@
 use std::io::Write;
 use std::path::Path;
 
-use ruzstd::decoding::FrameDecoder;
-use ruzstd::encoding::{CompressionLevel, compress_to_vec};
 use serde::{Deserialize, Serialize};
 
-use super::{Phase, Routed, Token, Trace, TraceBuilder, TraceInfo};
+use super::{Choice, Phase, Routed, Token, Trace, TraceBuilder, TraceInfo};
 use crate::error::{Error, Result, TracePlace};
-use crate::store::Directory;
+use crate::framed::{Cursor, compress, decompress, fnv};
+use crate::store::{Directory, LayerEntry};
 
 /// First bytes of a trace file.
 pub const MAGIC: [u8; 8] = *b"comoe-rt";
-/// Version of the format.
-pub const VERSION: u32 = 1;
+/// Newest version of the format. A file has the oldest that can hold it, so that older builds read what they can.
+pub const VERSION: u32 = 2;
+/// First version with guesses.
+const WITH_GUESSES: u32 = 2;
 
 /// Uncompressed bytes after which a block is written.
 const BLOCK_BYTES: usize = 256 << 10;
@@ -33,9 +34,18 @@ struct Header {
     weights: bool,
 }
 
+/// What a trace holds besides the routing itself.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Contents {
+    /// Routing weights.
+    pub weights: bool,
+    /// What the model guessed for each layer one layer earlier; see [`Trace::guesses`].
+    pub guesses: bool,
+}
+
 /// Writes a trace while a model runs.
 ///
-/// # The format, version 1
+/// # The format, versions 1 and 2
 /// All numbers are little-endian.
 ///
 /// | bytes | what |
@@ -53,11 +63,13 @@ struct Header {
 /// Uncompressed, blocks hold whole chunks. A chunk is what went through the model at once: turn (4), phase (1; 0 prompt,
 /// 1 generated), tokens (4), then for each layer in the header's order the number of tokens that it computed, the last ones of the
 /// chunk (4), experts per token (2), their ids `[tokens, k]` in the order of choice (1 byte each in a layer of up to
-/// 256 experts, otherwise 4), and their weights likewise, as F32, if the header says so.
+/// 256 experts, otherwise 4), and their weights likewise, as F32, if the header says so. In version 2 there follow the
+/// number of guesses for this layer that were made with the layer before, for the chunk's last token (2; 0 without a
+/// guess), and these, likeliest first, as wide as ids.
 pub struct TraceWriter<W: Write> {
     out: W,
     info: TraceInfo,
-    weights: bool,
+    contents: Contents,
     block: Vec<u8>,
     turn: u32,
     phase: Phase,
@@ -72,6 +84,39 @@ struct ChunkLayer {
     top_k: usize,
     choices: Vec<u32>,
     weights: Vec<f32>,
+    /// For the next layer.
+    guess: Vec<u32>,
+}
+
+/// Appends expert ids of a layer with so many experts, as wide as they need to be.
+fn put_ids(out: &mut Vec<u8>, ids: &[u32], experts: usize) {
+    match id_width(experts) {
+        1 => out.extend(ids.iter().map(|&e| e as u8)),
+        _ => out.extend(ids.iter().flat_map(|e| e.to_le_bytes())),
+    }
+}
+
+/// Bytes of an id in a layer with so many experts.
+fn id_width(experts: usize) -> usize {
+    if experts <= 256 { 1 } else { 4 }
+}
+
+/// What [`put_ids`] wrote, `count` of them; the error says what is wrong with them.
+fn take_ids(
+    block: &mut Cursor<'_>,
+    count: Option<usize>,
+    entry: &LayerEntry,
+) -> Option<std::result::Result<Vec<u32>, String>> {
+    let width = id_width(entry.experts);
+    let bytes = block.take(count?.checked_mul(width)?)?;
+    let ids: Vec<u32> = match width {
+        1 => bytes.iter().map(|&e| u32::from(e)).collect(),
+        _ => bytes.as_chunks().0.iter().map(|&b| u32::from_le_bytes(b)).collect(),
+    };
+    Some(match ids.iter().find(|&&e| e as usize >= entry.experts) {
+        Some(id) => Err(format!("expert {id} of layer {}, which has {}", entry.layer, entry.experts)),
+        None => Ok(ids),
+    })
 }
 
 impl ChunkLayer {
@@ -80,31 +125,27 @@ impl ChunkLayer {
     }
 }
 
-/// FNV-1a of 64 bits (Fowler, Noll, Vo): finds damage, is no proof against forgery.
-fn fnv(bytes: &[u8]) -> u64 {
-    bytes.iter().fold(0xcbf2_9ce4_8422_2325, |h, b| (h ^ u64::from(*b)).wrapping_mul(0x100_0000_01b3))
-}
-
 impl<W: Write> TraceWriter<W> {
     /// Writes the header.
     ///
     /// # Errors
     /// What the writer reports.
-    pub fn new(mut out: W, info: TraceInfo, weights: bool) -> std::io::Result<Self> {
+    pub fn new(mut out: W, info: TraceInfo, contents: Contents) -> std::io::Result<Self> {
         let layers = info.directory.layers();
         let header = Header {
             model: info.model.clone(),
             top_k: info.top_k,
             layers: layers.iter().map(|l| (l.layer, l.experts, l.record_bytes)).collect(),
-            weights,
+            weights: contents.weights,
         };
         let header = serde_json::to_vec(&header)?;
         out.write_all(&MAGIC)?;
-        out.write_all(&VERSION.to_le_bytes())?;
+        let version = if contents.guesses { WITH_GUESSES } else { 1 };
+        out.write_all(&version.to_le_bytes())?;
         out.write_all(&(header.len() as u32).to_le_bytes())?;
         out.write_all(&header)?;
         let chunk = layers.iter().map(|_| None).collect();
-        Ok(Self { out, info, weights, block: Vec::new(), turn: 0, phase: Phase::Prompt, chunk, tokens: 0 })
+        Ok(Self { out, info, contents, block: Vec::new(), turn: 0, phase: Phase::Prompt, chunk, tokens: 0 })
     }
 
     /// What follows belongs to this turn and phase.
@@ -127,11 +168,12 @@ impl<W: Write> TraceWriter<W> {
         if later.iter().any(Option::is_some) {
             self.end_chunk()?;
         }
-        let weights = step.weights.filter(|w| self.weights && w.len() == step.choices.len());
+        let weights = step.weights.filter(|w| self.contents.weights && w.len() == step.choices.len());
         self.chunk[step.layer] = Some(ChunkLayer {
             top_k: step.top_k,
             choices: step.choices.to_vec(),
             weights: weights.map_or_else(Vec::new, <[f32]>::to_vec),
+            guess: if self.contents.guesses { step.guess.to_vec() } else { Vec::new() },
         });
         Ok(())
     }
@@ -146,21 +188,24 @@ impl<W: Write> TraceWriter<W> {
         out.extend(self.turn.to_le_bytes());
         out.push((self.phase == Phase::Decode).into());
         out.extend((tokens as u32).to_le_bytes());
+        let mut guess = Vec::new();
         for (slot, entry) in self.chunk.iter_mut().zip(self.info.directory.layers()) {
             let layer = slot.take().unwrap_or_default();
             out.extend((layer.tokens() as u32).to_le_bytes());
             out.extend((layer.top_k as u16).to_le_bytes());
-            if entry.experts <= 256 {
-                out.extend(layer.choices.iter().map(|&e| e as u8));
-            } else {
-                out.extend(layer.choices.iter().flat_map(|e| e.to_le_bytes()));
-            }
-            if self.weights {
+            put_ids(out, &layer.choices, entry.experts);
+            if self.contents.weights {
                 // A step without weights in a trace with weights: zeroes, which no router gives.
                 let weights = layer.choices.iter().enumerate();
                 let weights = weights.map(|(i, _)| layer.weights.get(i).copied().unwrap_or(0.0));
                 out.extend(weights.flat_map(f32::to_le_bytes));
             }
+            if self.contents.guesses {
+                guess.truncate(u16::MAX.into());
+                out.extend((guess.len() as u16).to_le_bytes());
+                put_ids(out, &guess, entry.experts);
+            }
+            guess = layer.guess;
         }
         self.tokens += tokens as u64;
         if self.block.len() >= BLOCK_BYTES { self.end_block() } else { Ok(()) }
@@ -170,7 +215,7 @@ impl<W: Write> TraceWriter<W> {
         if self.block.is_empty() {
             return Ok(());
         }
-        let stored = compress_to_vec(self.block.as_slice(), CompressionLevel::Fastest);
+        let stored = compress(&self.block);
         self.out.write_all(&(stored.len() as u32).to_le_bytes())?;
         self.out.write_all(&(self.block.len() as u32).to_le_bytes())?;
         self.out.write_all(&fnv(&self.block).to_le_bytes())?;
@@ -194,14 +239,15 @@ impl<W: Write> TraceWriter<W> {
 }
 
 impl Trace {
-    /// Writes the trace in our own format, with its weights if it has any.
+    /// Writes the trace in our own format, with its weights and guesses if it has any.
     ///
     /// # Errors
     /// [`Error::Io`].
     pub fn save(&self, path: &Path) -> Result<()> {
         let write = || -> std::io::Result<()> {
+            let contents = Contents { weights: self.has_weights(), guesses: self.has_guesses() };
             let file = std::io::BufWriter::new(std::fs::File::create(path)?);
-            let mut writer = TraceWriter::new(file, self.info.clone(), self.has_weights())?;
+            let mut writer = TraceWriter::new(file, self.info.clone(), contents)?;
             let mut last = None;
             for (t, &token) in self.tokens.iter().enumerate() {
                 if last.replace(token) != Some(token) {
@@ -211,7 +257,9 @@ impl Trace {
                     let choices = self.chosen(t, layer);
                     if !choices.is_empty() {
                         let weights = self.weights(t, layer);
-                        writer.step(&Routed { layer, top_k: choices.len(), choices, weights })?;
+                        let next = layer + 1;
+                        let guess = if next < self.layers() { self.guesses(t, next) } else { &[] };
+                        writer.step(&Routed { layer, top_k: choices.len(), choices, weights, guess })?;
                     }
                 }
             }
@@ -234,7 +282,7 @@ pub(super) fn read(path: &Path, bytes: &[u8]) -> Result<Trace> {
     };
     file.take(MAGIC.len()).ok_or_else(|| cut(0, "its first bytes"))?;
     let version = file.u32().ok_or_else(|| cut(file.at, "its version"))?;
-    if version != VERSION {
+    if !(1..=VERSION).contains(&version) {
         let found = version.to_string();
         return Err(Error::TraceVersion { path: path.to_owned(), found, known: VERSION });
     }
@@ -262,10 +310,15 @@ pub(super) fn read(path: &Path, bytes: &[u8]) -> Result<Trace> {
             break;
         }
         let stored = file.take(stored as usize).ok_or_else(|| cut(at, "a block"))?;
-        let content = decompress(stored, length as usize).filter(|c| fnv(c) == hash).ok_or_else(|| {
-            bad(at + BLOCK_HEADER, "a block is damaged (its checksum differs); record the trace again".into())
-        })?;
-        tokens += read_chunks(&content, &info, header.weights, &mut builder)
+        let content =
+            decompress(stored, length as usize, MAX_BLOCK).filter(|c| fnv(c) == hash).ok_or_else(|| {
+                bad(
+                    at + BLOCK_HEADER,
+                    "a block is damaged (its checksum differs); record the trace again".into(),
+                )
+            })?;
+        let contents = Contents { weights: header.weights, guesses: version >= WITH_GUESSES };
+        tokens += read_chunks(&content, &info, contents, &mut builder)
             .map_err(|reason| bad(at + BLOCK_HEADER, reason))?;
     }
     if tokens == 0 {
@@ -274,21 +327,11 @@ pub(super) fn read(path: &Path, bytes: &[u8]) -> Result<Trace> {
     Ok(builder.finish())
 }
 
-fn decompress(stored: &[u8], length: usize) -> Option<Vec<u8>> {
-    if length > MAX_BLOCK {
-        return None;
-    }
-    let mut content = Vec::new();
-    content.try_reserve_exact(length).ok()?;
-    FrameDecoder::new().decode_all_to_vec(stored, &mut content).ok()?;
-    (content.len() == length).then_some(content)
-}
-
 /// Adds a block's chunks, and says how many tokens they had.
 fn read_chunks(
     content: &[u8],
     info: &TraceInfo,
-    has_weights: bool,
+    contents: Contents,
     builder: &mut TraceBuilder,
 ) -> std::result::Result<u64, String> {
     let mut block = Cursor { bytes: content, at: 0 };
@@ -311,31 +354,32 @@ fn read_chunks(
             if n > rows {
                 return Err(format!("layer {} has {n} tokens of a chunk of {rows}", entry.layer));
             }
-            let width = if entry.experts <= 256 { 1 } else { 4 };
-            let ids = n.checked_mul(k * width).and_then(|b| block.take(b)).ok_or_else(short)?;
-            let ids: Vec<u32> = match width {
-                1 => ids.iter().map(|&e| u32::from(e)).collect(),
-                _ => ids.as_chunks().0.iter().map(|&b| u32::from_le_bytes(b)).collect(),
-            };
-            if let Some(&id) = ids.iter().find(|&&e| e as usize >= entry.experts) {
-                return Err(format!("expert {id} of layer {}, which has {}", entry.layer, entry.experts));
-            }
-            let weights: Vec<f32> = match has_weights {
+            let ids = take_ids(&mut block, n.checked_mul(k), entry).ok_or_else(short)??;
+            let weights: Vec<f32> = match contents.weights {
                 false => Vec::new(),
                 true => {
                     let bytes = ids.len().checked_mul(4).and_then(|b| block.take(b)).ok_or_else(short)?;
                     bytes.as_chunks().0.iter().map(|&b| f32::from_le_bytes(b)).collect()
                 }
             };
-            layers.push((n, k, ids, weights));
+            let guesses = match contents.guesses {
+                false => Vec::new(),
+                true => {
+                    let count = block.u16().map(usize::from);
+                    take_ids(&mut block, count, entry).ok_or_else(short)??
+                }
+            };
+            layers.push((n, k, ids, weights, guesses));
         }
         for row in 0..rows {
             builder.token(Token { turn, phase }, |l| {
-                let (n, k, ids, weights) = &layers[l];
+                let (n, k, ids, weights, guesses) = &layers[l];
+                let guesses: &[u32] = if row + 1 == rows { guesses } else { &[] };
                 // The layer computed the chunk's last `n` tokens.
-                let Some(row) = (row + n).checked_sub(rows) else { return (&[], None) };
+                let Some(row) = (row + n).checked_sub(rows) else { return Choice::default() };
                 let range = row * k..(row + 1) * k;
-                (&ids[range.clone()], (!weights.is_empty()).then(|| &weights[range]))
+                let weights = (!weights.is_empty()).then(|| &weights[range.clone()]);
+                Choice { experts: &ids[range], weights, guesses }
             });
             tokens += 1;
             if let Some(layer) = builder.missing_layer() {
@@ -346,33 +390,4 @@ fn read_chunks(
         }
     }
     Ok(tokens)
-}
-
-struct Cursor<'a> {
-    bytes: &'a [u8],
-    at: usize,
-}
-
-impl<'a> Cursor<'a> {
-    fn take(&mut self, n: usize) -> Option<&'a [u8]> {
-        let part = self.bytes.get(self.at..self.at.checked_add(n)?)?;
-        self.at += n;
-        Some(part)
-    }
-
-    fn array<const N: usize>(&mut self) -> Option<[u8; N]> {
-        self.take(N)?.try_into().ok()
-    }
-
-    fn u16(&mut self) -> Option<u16> {
-        self.array().map(u16::from_le_bytes)
-    }
-
-    fn u32(&mut self) -> Option<u32> {
-        self.array().map(u32::from_le_bytes)
-    }
-
-    fn u64(&mut self) -> Option<u64> {
-        self.array().map(u64::from_le_bytes)
-    }
 }

@@ -17,8 +17,8 @@ mod tests;
 use std::io::Read;
 use std::path::Path;
 
-pub use builder::TraceBuilder;
-pub use file::{MAGIC, TraceWriter, VERSION};
+pub use builder::{Choice, TraceBuilder};
+pub use file::{Contents, MAGIC, TraceWriter, VERSION};
 pub use recorder::{Recorder, Routed, RoutingObserver};
 pub use summary::{LayerSummary, Summary};
 
@@ -92,6 +92,9 @@ pub struct Trace {
     experts: Vec<u32>,
     /// As long as `experts`, or empty.
     weights: Vec<f32>,
+    /// Where the guesses for (token, layer) end in `guesses`: `[tokens * layers]`, or empty.
+    guess_ends: Vec<usize>,
+    guesses: Vec<u32>,
 }
 
 impl Trace {
@@ -129,21 +132,21 @@ impl Trace {
         self.info.directory.layers().len()
     }
 
-    fn range(&self, token: usize, layer: usize) -> std::ops::Range<usize> {
+    fn range(&self, ends: &[usize], token: usize, layer: usize) -> std::ops::Range<usize> {
         let at = token * self.layers() + layer;
-        let start = if at == 0 { 0 } else { self.ends[at - 1] };
-        start..self.ends[at]
+        let start = if at == 0 { 0 } else { ends[at - 1] };
+        start..ends[at]
     }
 
     /// Experts that token number `token` chose in layer ordinal `layer`, in the order of choice, each once. Empty where
     /// the run computed nothing (a prompt's last layer is needed for its last token alone).
     pub fn chosen(&self, token: usize, layer: usize) -> &[u32] {
-        &self.experts[self.range(token, layer)]
+        &self.experts[self.range(&self.ends, token, layer)]
     }
 
     /// The routing weights of [`Self::chosen`]; `None` when they were not recorded.
     pub fn weights(&self, token: usize, layer: usize) -> Option<&[f32]> {
-        (!self.weights.is_empty()).then(|| &self.weights[self.range(token, layer)])
+        (!self.weights.is_empty()).then(|| &self.weights[self.range(&self.ends, token, layer)])
     }
 
     /// Whether weights were recorded.
@@ -151,11 +154,31 @@ impl Trace {
         !self.weights.is_empty()
     }
 
+    /// What the model itself guessed for (token, layer) one layer earlier, likeliest first: the stale gate. Empty where it
+    /// made no guess: in the first layer, and for tokens of a prompt that went through together.
+    pub fn guesses(&self, token: usize, layer: usize) -> &[u32] {
+        if self.has_guesses() { &self.guesses[self.range(&self.guess_ends, token, layer)] } else { &[] }
+    }
+
+    /// Whether guesses were recorded.
+    pub fn has_guesses(&self) -> bool {
+        !self.guesses.is_empty()
+    }
+
+    /// What a token did in a layer.
+    pub fn choice(&self, token: usize, layer: usize) -> Choice<'_> {
+        Choice {
+            experts: self.chosen(token, layer),
+            weights: self.weights(token, layer),
+            guesses: self.guesses(token, layer),
+        }
+    }
+
     /// The tokens numbered in `range`, as a trace of their own.
     pub fn part(&self, range: std::ops::Range<usize>) -> Self {
         let mut part = TraceBuilder::new(self.info.clone());
         for token in range {
-            part.token(self.tokens[token], |layer| (self.chosen(token, layer), self.weights(token, layer)));
+            part.token(self.tokens[token], |layer| self.choice(token, layer));
         }
         part.finish()
     }

@@ -5,7 +5,7 @@ use std::io::BufWriter;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use super::{Phase, TraceInfo, TraceWriter};
+use super::{Contents, Phase, TraceInfo, TraceWriter};
 use crate::error::{Error, Result};
 
 /// The routing of one layer step.
@@ -19,12 +19,19 @@ pub struct Routed<'a> {
     pub choices: &'a [u32],
     /// Routing weights of `choices`, where they are known.
     pub weights: Option<&'a [f32]>,
+    /// What the model guesses that its last token will choose in the next layer, likeliest first; empty without a guess.
+    pub guess: &'a [u32],
 }
 
 /// Sees the routing of every layer step of a cache; see [`ExpertCache::observe`](crate::ExpertCache::observe).
 pub trait RoutingObserver: Send {
     /// A layer is about to run. Called in the order of the steps, before the step itself.
     fn step(&mut self, step: &Routed<'_>);
+
+    /// Whether guesses for the next layer are of interest, so that models compute them.
+    fn wants_guesses(&self) -> bool {
+        false
+    }
 }
 
 impl<F: FnMut(&Routed<'_>) + Send> RoutingObserver for F {
@@ -41,6 +48,7 @@ impl<F: FnMut(&Routed<'_>) + Send> RoutingObserver for F {
 pub struct Recorder {
     shared: Arc<Mutex<Shared>>,
     path: PathBuf,
+    contents: Contents,
 }
 
 struct Shared {
@@ -61,14 +69,15 @@ impl Shared {
 }
 
 impl Recorder {
-    /// Creates the file at `path`.
+    /// Creates the file at `path`, for routing and `contents`.
     ///
     /// # Errors
     /// [`Error::Io`].
-    pub fn create(path: &Path, info: TraceInfo, weights: bool) -> Result<Self> {
-        let writer = File::create(path).and_then(|f| TraceWriter::new(BufWriter::new(f), info, weights));
+    pub fn create(path: &Path, info: TraceInfo, contents: Contents) -> Result<Self> {
+        let writer = File::create(path).and_then(|f| TraceWriter::new(BufWriter::new(f), info, contents));
         let writer = Some(writer.map_err(|e| Error::io(path, e))?);
-        Ok(Self { shared: Arc::new(Mutex::new(Shared { writer, failed: None })), path: path.to_owned() })
+        let shared = Arc::new(Mutex::new(Shared { writer, failed: None }));
+        Ok(Self { shared, path: path.to_owned(), contents })
     }
 
     fn shared(&self) -> MutexGuard<'_, Shared> {
@@ -98,5 +107,9 @@ impl Recorder {
 impl RoutingObserver for Recorder {
     fn step(&mut self, step: &Routed<'_>) {
         self.shared().with(|w| w.step(step));
+    }
+
+    fn wants_guesses(&self) -> bool {
+        self.contents.guesses
     }
 }

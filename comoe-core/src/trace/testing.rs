@@ -1,6 +1,6 @@
 //! Traces made up for tests.
 
-use super::{Phase, Token, Trace, TraceBuilder, TraceInfo};
+use super::{Choice, Phase, Token, Trace, TraceBuilder, TraceInfo};
 use crate::store::Directory;
 
 /// What a made-up trace was recorded from: layers as (number, experts), records of 512 bytes.
@@ -14,7 +14,7 @@ pub(crate) fn made(info: &TraceInfo, tokens: &[(u32, bool, Vec<Vec<u32>>)]) -> T
     let mut builder = TraceBuilder::new(info.clone());
     for (turn, decode, layers) in tokens {
         let phase = if *decode { Phase::Decode } else { Phase::Prompt };
-        builder.token(Token { turn: *turn, phase }, |l| (&layers[l], None));
+        builder.token(Token { turn: *turn, phase }, |l| Choice { experts: &layers[l], ..Choice::default() });
     }
     builder.finish()
 }

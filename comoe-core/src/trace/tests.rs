@@ -6,6 +6,8 @@ use super::testing::{info, made};
 use super::*;
 use crate::error::Error;
 
+const WEIGHTS: Contents = Contents { weights: true, guesses: false };
+
 fn saved(trace: &Trace) -> Vec<u8> {
     let file = tempfile::NamedTempFile::new().unwrap();
     trace.save(file.path()).unwrap();
@@ -50,9 +52,9 @@ proptest! {
 #[test]
 fn a_run_is_recorded_chunk_by_chunk() {
     let file = tempfile::NamedTempFile::new().unwrap();
-    let mut recorder = Recorder::create(file.path(), info(&[(0, 8), (3, 8)], 2), true).unwrap();
+    let mut recorder = Recorder::create(file.path(), info(&[(0, 8), (3, 8)], 2), WEIGHTS).unwrap();
     let step = |recorder: &mut Recorder, layer, choices: &[u32], weights: &[f32]| {
-        recorder.step(&Routed { layer, top_k: 2, choices, weights: Some(weights) });
+        recorder.step(&Routed { layer, top_k: 2, choices, weights: Some(weights), guess: &[] });
     };
     recorder.begin(0, Phase::Prompt);
     step(&mut recorder, 0, &[1, 2, 3, 3], &[0.5, 0.5, 0.25, 0.5]);
@@ -74,6 +76,34 @@ fn a_run_is_recorded_chunk_by_chunk() {
 }
 
 #[test]
+fn guesses_are_kept_with_the_layer_they_are_for_and_files_without_stay_as_they_were() {
+    let file = tempfile::NamedTempFile::new().unwrap();
+    let contents = Contents { weights: false, guesses: true };
+    let mut recorder = Recorder::create(file.path(), info(&[(0, 8), (3, 400)], 2), contents).unwrap();
+    assert!(recorder.wants_guesses());
+    recorder.begin(0, Phase::Prompt);
+    let mut step = |layer, choices: &[u32], guess: &[u32]| {
+        recorder.step(&Routed { layer, top_k: 2, choices, weights: None, guess });
+    };
+    step(0, &[1, 2, 3, 4], &[]);
+    step(1, &[7, 399], &[]);
+    step(0, &[1, 2], &[399, 5, 300]);
+    step(1, &[300, 6], &[]);
+    recorder.finish().unwrap();
+    let bytes = std::fs::read(file.path()).unwrap();
+    assert_eq!(bytes[8], 2);
+    let trace = open(&bytes).unwrap();
+    assert_eq!((trace.tokens().len(), trace.has_guesses()), (3, true));
+    assert_eq!((trace.guesses(2, 1), trace.chosen(2, 1)), (&[399u32, 5, 300][..], &[300u32, 6][..]));
+    assert!((0..2).all(|t| (0..2).all(|l| trace.guesses(t, l).is_empty())), "{trace:?}");
+    assert_eq!(open(&saved(&trace)).unwrap(), trace);
+    assert_eq!(trace.part(1..3).guesses(1, 1), [399, 5, 300]);
+
+    let plain = made(&info(&[(0, 4)], 1), &[(0, true, vec![vec![1]])]);
+    assert_eq!((saved(&plain)[8], plain.has_guesses()), (1, false), "older builds read it");
+}
+
+#[test]
 fn files_of_another_kind_version_or_length_are_refused_with_their_place() {
     let message = |bytes: &[u8]| open(bytes).unwrap_err().to_string();
     assert!(message(b"").contains("empty"));
@@ -87,10 +117,10 @@ fn files_of_another_kind_version_or_length_are_refused_with_their_place() {
     let cut = message(&good[..good.len() - 1]);
     assert!(cut.contains("truncated") && cut.contains("byte "), "{cut}");
 
-    let none = TraceWriter::new(Vec::new(), info(&[(0, 4)], 1), false).unwrap();
+    let none = TraceWriter::new(Vec::new(), info(&[(0, 4)], 1), Contents::default()).unwrap();
     drop(none);
     let file = tempfile::NamedTempFile::new().unwrap();
-    Recorder::create(file.path(), info(&[(0, 4)], 1), false).unwrap().finish().unwrap();
+    Recorder::create(file.path(), info(&[(0, 4)], 1), Contents::default()).unwrap().finish().unwrap();
     assert!(Trace::open(file.path()).unwrap_err().to_string().contains("no tokens"));
 }
 
@@ -98,10 +128,11 @@ fn files_of_another_kind_version_or_length_are_refused_with_their_place() {
 fn experts_out_of_range_and_missing_layers_are_found() {
     let write = |layers: &[(usize, &[u32])]| {
         let file = tempfile::NamedTempFile::new().unwrap();
-        let mut recorder = Recorder::create(file.path(), info(&[(0, 4), (5, 4), (6, 4)], 1), false).unwrap();
+        let info = info(&[(0, 4), (5, 4), (6, 4)], 1);
+        let mut recorder = Recorder::create(file.path(), info, Contents::default()).unwrap();
         recorder.begin(0, Phase::Decode);
         for &(layer, choices) in layers {
-            recorder.step(&Routed { layer, top_k: 1, choices, weights: None });
+            recorder.step(&Routed { layer, top_k: 1, choices, weights: None, guess: &[] });
         }
         recorder.finish().unwrap();
         Trace::open(file.path()).map(drop).unwrap_err().to_string()

@@ -16,3 +16,4 @@ mod one_token;
 mod prompt;
 mod timing;
 mod token;
+mod traces;

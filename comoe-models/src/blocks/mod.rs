@@ -25,4 +25,5 @@ pub mod norm;
 pub mod prefill_attention;
 pub mod rope;
 pub mod router;
+pub mod stale_gate;
 pub mod step;

@@ -7,6 +7,7 @@ use super::ffn::DenseFfn;
 use super::linear::Linear;
 use super::norm::Norm;
 use super::router::Router;
+use super::stale_gate::StaleGate;
 use super::step::Step;
 use crate::error::Result;
 
@@ -16,6 +17,8 @@ pub struct Moe {
     router: Router,
     layer: usize,
     shared: Shared,
+    /// The next layer's router; `None` in the last layer (boxed: most of the time nobody asks it).
+    ahead: Option<Box<StaleGate>>,
 }
 
 /// What is added to the routed experts' sum.
@@ -48,7 +51,15 @@ pub struct Parallel {
 impl Moe {
     /// The model's layer `layer`.
     pub fn new(router: Router, layer: usize, shared: Shared) -> Self {
-        Self { router, layer, shared }
+        Self { router, layer, shared, ahead: None }
+    }
+
+    pub(super) fn router(&self) -> &Router {
+        &self.router
+    }
+
+    pub(super) fn look_ahead(&mut self, next: StaleGate) {
+        self.ahead = Some(Box::new(next));
     }
 
     /// `x [tokens, hidden]`, the normed `residual` stream, to the same shape.
@@ -64,9 +75,14 @@ impl Moe {
     ) -> Result<Tensor> {
         let routed = |router_input: &Tensor, x: &Tensor| -> Result<Tensor> {
             let (ids, weights) = self.router.forward(router_input, step)?;
-            let experts = experts.layer(self.layer);
-            let Step::Fused(fused) = step else { return Ok(experts.forward(x, &ids, &weights)?) };
-            let y = experts.forward_to(x, &ids, &weights, &fused.room_like(x)?)?;
+            let layer = experts.layer(self.layer);
+            let guess = match &self.ahead {
+                Some(ahead) if layer.wants_guess(x.dim(0)?) => ahead.guess(router_input)?,
+                _ => Vec::new(),
+            };
+            let layer = layer.with_guess(&guess);
+            let Step::Fused(fused) = step else { return Ok(layer.forward(x, &ids, &weights)?) };
+            let y = layer.forward_to(x, &ids, &weights, &fused.room_like(x)?)?;
             fused.mark("experts", 0)?;
             Ok(y)
         };

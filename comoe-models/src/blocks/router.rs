@@ -56,6 +56,11 @@ impl Router {
         Ok(Self { projection, extras, on_device, plan, layer })
     }
 
+    /// The same router, choosing `top_k` experts.
+    pub(super) fn choosing(&self, top_k: usize) -> Self {
+        Self { plan: RouterPlan { top_k, ..self.plan }, ..self.clone() }
+    }
+
     /// Routes `x [tokens, hidden]`: expert ids `[tokens, top_k]` (U32) and weights `[tokens, top_k]` (F32), the first
     /// choice first.
     ///
