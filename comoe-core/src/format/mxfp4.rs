@@ -128,7 +128,7 @@ mod tests {
             let best = (0..8).map(distance).fold(f32::INFINITY, f32::min);
             assert_eq!(distance(code), best, "{a}");
             let tied = (0..8).filter(|&c| distance(c) == best).count() > 1;
-            assert!(!tied || code % 2 == 0, "{a}");
+            assert!(!tied || code.is_multiple_of(2), "{a}");
         }
     }
 }
