@@ -75,6 +75,8 @@ pub(crate) fn run(args: &ChatArgs) -> Result<()> {
             Err(e) => return Err(e),
         }
     }
+    // It borrows the recording to its very end.
+    drop(talk);
     if let Some(recording) = recording {
         recording.finish(&loaded, args.output.quiet)?;
     }

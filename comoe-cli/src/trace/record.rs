@@ -95,6 +95,8 @@ pub(crate) fn run(args: &RecordArgs) -> Result<()> {
         talk.reset();
         talk.say(prompt)?;
     }
+    // It borrows the recording to its very end.
+    drop(talk);
     recording.finish(&loaded, args.quiet)?;
     loaded.keep_predictor_table();
     Ok(())

@@ -38,25 +38,30 @@ fn decisions_on_traces_are_the_pure_policys() {
             .collect();
         for slots in per_layer {
             let by_layer = PoolShape::by_layer(slots * layers.len(), &vec![experts; layers.len()], 0);
-            follow(&device, &trace, by_layer, &format!("{}, {slots} slots a layer", path.display()));
+            for policy in [PolicyKind::Lru, PolicyKind::Aged] {
+                let what = format!("{}, {policy}, {slots} slots a layer", path.display());
+                follow(&device, &trace, by_layer.clone(), policy, &what);
+            }
         }
         // One pool for all layers, of two tokens or so.
         let slots = (2 * trace.info().top_k * layers.len()).min(experts);
         let global = PoolShape::global(slots, layers.len(), 0);
-        follow(&device, &trace, global, &format!("{}, {slots} slots in all", path.display()));
+        let what = format!("{}, {slots} slots in all", path.display());
+        follow(&device, &trace, global, PolicyKind::Lru, &what);
     }
 }
 
 /// Plays `trace` through a device and a pool, side by side.
-fn follow(device: &Device, trace: &Trace, shape: PoolShape, what: &str) {
+fn follow(device: &Device, trace: &Trace, shape: PoolShape, policy: PolicyKind, what: &str) {
     let (layers, hidden) = (trace.layers(), 32);
     let experts = trace.info().directory.layers()[0].experts;
     let store = Experts::random(ExpertSpec::swiglu(hidden, 16), ExpertFormat::INT4, layers, experts, 8);
     let records = layers * experts;
     let mut backend = backend(device, store.clone(), &CudaOptions::default());
     backend.allocate(shape.slots(), store.layout.record_bytes).expect("slots");
-    let mut pool =
-        Pool::new(shape.clone(), records, |slots| PolicyKind::Lru.build(slots, records, trace.info().top_k));
+    let sharing = layers / shape.partitions.len();
+    let per_token = trace.info().top_k * sharing;
+    let mut pool = Pool::new(shape.clone(), records, |slots| policy.build(slots, records, per_token));
     let driver = backend.device_driver().expect("a driver");
     driver.take_over(&shape, &pool.residency()).expect("tables");
     let x = Tensor::zeros((1, hidden), DType::F32, device).expect("x");
@@ -70,7 +75,7 @@ fn follow(device: &Device, trace: &Trace, shape: PoolShape, what: &str) {
             let ids = Tensor::new(chosen, device).and_then(|t| t.unsqueeze(0)).expect("ids");
             let weights = Tensor::ones((1, chosen.len()), DType::F32, device).expect("weights");
             let (spec, layout) = (&store.spec, &store.layout);
-            let step = DeviceStep { layer, spec, layout, x: &x, ids: &ids, weights: &weights };
+            let step = DeviceStep { layer, spec, layout, x: &x, ids: &ids, weights: &weights, ordinal: 0, room: None };
             driver.step(step).expect("a step");
             let set: Vec<_> = chosen.iter().map(|e| RecordIndex((layer * experts) as u32 + e)).collect();
             misses += pool.access(layer, &set).len() as u64;
