@@ -4,6 +4,8 @@ mod args;
 mod chat;
 mod device;
 mod doctor;
+#[cfg(all(feature = "cuda", target_os = "linux", target_arch = "x86_64"))]
+mod driver;
 mod error;
 mod generate;
 mod hub;
@@ -32,6 +34,8 @@ use crate::args::{Cli, Command};
 use crate::output::say;
 
 fn main() -> ExitCode {
+    #[cfg(all(feature = "cuda", target_os = "linux", target_arch = "x86_64"))]
+    driver::load();
     let cli = match Cli::try_parse() {
         Ok(cli) => cli,
         Err(e) => {

@@ -75,7 +75,16 @@ fn follow(device: &Device, trace: &Trace, shape: PoolShape, policy: PolicyKind, 
             let ids = Tensor::new(chosen, device).and_then(|t| t.unsqueeze(0)).expect("ids");
             let weights = Tensor::ones((1, chosen.len()), DType::F32, device).expect("weights");
             let (spec, layout) = (&store.spec, &store.layout);
-            let step = DeviceStep { layer, spec, layout, x: &x, ids: &ids, weights: &weights, ordinal: 0, room: None };
+            let step = DeviceStep {
+                layer,
+                spec,
+                layout,
+                x: &x,
+                ids: &ids,
+                weights: &weights,
+                ordinal: 0,
+                room: None,
+            };
             driver.step(step).expect("a step");
             let set: Vec<_> = chosen.iter().map(|e| RecordIndex((layer * experts) as u32 + e)).collect();
             misses += pool.access(layer, &set).len() as u64;

@@ -65,6 +65,9 @@ fn no_cuda() -> Option<String> {
             "the driver finds no NVIDIA GPU (check `nvidia-smi` and CUDA_VISIBLE_DEVICES): use the CPU"
                 .into(),
         ),
+        Err(DriverError(E::CUDA_ERROR_STUB_LIBRARY)) => {
+            Some("there is no NVIDIA driver (libcuda.so.1): install it, or use the CPU".into())
+        }
         Err(DriverError(E::CUDA_ERROR_SYSTEM_DRIVER_MISMATCH)) => {
             Some("the driver's library does not fit the loaded kernel module: restart the machine".into())
         }
