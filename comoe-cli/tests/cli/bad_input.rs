@@ -196,27 +196,23 @@ fn standard_output_that_is_closed_or_full() {
         command.args(["--max-tokens", "20000"]);
         command
     };
+    // A pipe that nobody reads any more, from before the program starts.
+    let closed = || std::io::pipe().unwrap().1;
     let mut begun = Running::start(&mut long());
     begun.read_byte();
     drop(begun.child.stdout.take());
     begun.finish().fails(1, &["standard output was closed"]);
 
     for extra in ["--quiet", "--json"] {
-        let mut never_read = Running::start(
-            comoe()
-                .arg("generate")
-                .arg(model())
-                .args(["-q", "-p", "hello", "--max-tokens=4"])
-                .arg(if extra == "--json" { extra } else { "--stats" }),
-        );
-        drop(never_read.child.stdout.take());
-        let run = never_read.finish();
+        let mut never_read = comoe();
+        never_read.arg("generate").arg(model()).args(["-q", "-p", "hello", "--max-tokens=4"]);
+        never_read.arg(if extra == "--json" { extra } else { "--stats" });
+        let run = Running::start(never_read.stdout(closed())).finish();
         assert_eq!(run.status.code(), Some(1), "{run:?}");
         assert!(run.stderr.lines().any(|l| l.contains("standard output was closed")), "{run:?}");
         assert!(!run.stderr.contains("panicked"), "{run:?}");
     }
-    let mut help = Running::start(comoe().arg("--help"));
-    drop(help.child.stdout.take());
+    let help = Running::start(comoe().arg("--help").stdout(closed()));
     assert!(!help.finish().stderr.contains("panicked"));
 
     if let Ok(full) = OpenOptions::new().write(true).open("/dev/full") {
