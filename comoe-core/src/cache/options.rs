@@ -183,7 +183,13 @@ impl CacheOptions {
     }
 
     /// Slots of the ring beside `slots` others.
-    fn ring(&self, directory: &Directory, slot_bytes: usize, room: Option<&Room>, slots: usize) -> usize {
+    fn ring_slots(
+        &self,
+        directory: &Directory,
+        slot_bytes: usize,
+        room: Option<&Room>,
+        slots: usize,
+    ) -> usize {
         let all = directory.len();
         if slots >= all {
             return 0;
@@ -199,7 +205,7 @@ impl CacheOptions {
 
     /// Slots of the ring, when all that fits is shared out.
     fn ring_of_fit(&self, directory: &Directory, slot_bytes: usize, room: &Room, fit: usize) -> usize {
-        let wanted = self.ring(directory, slot_bytes, Some(room), 0);
+        let wanted = self.ring_slots(directory, slot_bytes, Some(room), 0);
         if self.ring.is_some() { wanted } else { wanted.min(fit / MOST_OF_SLOTS) }
     }
 
@@ -232,7 +238,7 @@ impl CacheOptions {
             (Capacity::Fit, Some(room)) if !resident => {
                 self.ring_of_fit(directory, slot_bytes, room, room.slots(slot_bytes))
             }
-            _ => self.ring(directory, slot_bytes, room, slots + staging),
+            _ => self.ring_slots(directory, slot_bytes, room, slots + staging),
         };
         let wanted = slots + staging + ring;
         if let Some(room) = room.filter(|room| room.hard && room.slots(slot_bytes) < wanted) {
