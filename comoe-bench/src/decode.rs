@@ -193,6 +193,15 @@ impl Decode {
 
     pub(crate) fn cache(&self, device: &Device) -> Result<(ExpertCache, Uses)> {
         let Self { shape, format, .. } = self;
+        if self.timeline.is_some() && !device.is_cpu() {
+            return Err(Error::BadOption {
+                option: "--timeline",
+                value: "on a GPU".to_owned(),
+                expected:
+                    "there it is taken from the graph of a whole model that decodes without prefetching"
+                        .to_owned(),
+            });
+        }
         let store = match &self.store {
             Some(path) => {
                 let store = ExpertStore::open(&[path], &Naming::auto())?;

@@ -119,8 +119,9 @@ fn decode_shape(args: &DecodeArgs) -> Result<()> {
             expected: "they want a whole model on a GPU, without prefetching".to_owned(),
         });
     }
-    if args.timeline.is_some() && !device.is_cpu() && (!stepped || args.no_graph) {
-        return Err(no_timeline("on a GPU it is taken from a graph of a whole model, without prefetching"));
+    if args.timeline.is_some() && stepped && args.no_graph {
+        let expected = "on a GPU it is taken from the graph: leave out --no-graph".to_owned();
+        return Err(Error::BadOption { option: "--timeline", value: String::new(), expected });
     }
     let (mut measured, mut stepped_runs) = (Vec::new(), Vec::new());
     let mut spans = Vec::new();
@@ -188,11 +189,6 @@ fn decode_shape(args: &DecodeArgs) -> Result<()> {
     write_pictures(args.plot.as_deref(), &plot, args.timeline.as_deref(), &spans)
 }
 
-fn no_timeline(expected: &str) -> Error {
-    let value = String::new();
-    Error::BadOption { option: "--timeline", value, expected: expected.to_owned() }
-}
-
 /// Writes the plot and the timeline that were asked for.
 fn write_pictures(
     plot_to: Option<&Path>,
@@ -220,11 +216,6 @@ fn prefill_shape(args: &PrefillArgs) -> Result<()> {
     let say = |what: &str| eprintln!("{what}");
     if !device.is_cpu() {
         decode::warm_up(&device)?;
-    }
-    if args.timeline.is_some() && !device.is_cpu() {
-        return Err(no_timeline(
-            "of prompts there is one on the CPU alone: a GPU's copies have no clock there",
-        ));
     }
     let link = link(&device)?;
     let folder = tempfile::tempdir().map_err(|e| Error::io(std::env::temp_dir(), e))?;
