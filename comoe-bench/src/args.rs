@@ -30,6 +30,8 @@ pub(crate) enum Ask {
     Transfer(TransferArgs),
     /// Measure memory of comoe-tiny on the CPU by number of slots.
     Memory(MemoryArgs),
+    /// Compare the formats of comoe-tiny's experts at equal bytes of the pool: slots, hits, speed, distance from BF16.
+    Formats(FormatsArgs),
 }
 
 #[derive(Debug, ClapArgs)]
@@ -121,6 +123,13 @@ pub(crate) struct DecodeArgs {
     /// On a GPU, length of the sequence where what is measured begins, in tokens.
     #[arg(long, default_value_t = 512)]
     pub(crate) length: usize,
+    /// Draw tokens a second and hits against slots to this SVG.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) plot: Option<PathBuf>,
+    /// Write what ran when to this file, as a Chrome trace: on the CPU every token measured, on a GPU a step of the
+    /// graph, by part.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) timeline: Option<PathBuf>,
 }
 
 impl DecodeArgs {
@@ -177,6 +186,12 @@ pub(crate) struct PrefillArgs {
     /// One JSON object for each length and number of slots, instead of a table.
     #[arg(long)]
     pub(crate) json: bool,
+    /// Draw tokens a second and hits against slots to this SVG.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) plot: Option<PathBuf>,
+    /// Write what ran when to this file, as a Chrome trace: the last prompt of each length; on the CPU.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) timeline: Option<PathBuf>,
 }
 
 #[derive(Debug, ClapArgs)]
@@ -206,6 +221,41 @@ pub(crate) struct MemoryArgs {
     /// Measure in this process, and print JSON.
     #[arg(long, hide = true)]
     pub(crate) here: bool,
+}
+
+#[derive(Debug, ClapArgs)]
+pub(crate) struct FormatsArgs {
+    /// Memory for the pool, such as 4608K or 4M.
+    #[arg(long, value_name = "SIZE", value_parser = parse_size, default_value = "4608K")]
+    pub(crate) pool: u64,
+    /// Conversations, one {"messages": [..]} a line; default: those of this checkout that training never saw.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) text: Option<PathBuf>,
+    /// Most conversations that are read.
+    #[arg(long, default_value_t = 100)]
+    pub(crate) conversations: usize,
+    /// How often all of it is measured.
+    #[arg(long, default_value_t = 5)]
+    pub(crate) rounds: usize,
+    /// Folder of the model; default: comoe-tiny of this checkout.
+    #[arg(long)]
+    pub(crate) model: Option<PathBuf>,
+    /// Where it runs: cpu, cuda, cuda:N, or auto.
+    #[arg(long, default_value = "auto")]
+    pub(crate) device: DeviceArg,
+    /// One JSON object a format, instead of a table.
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+/// Bytes, in powers of 1024 behind K, M and G.
+fn parse_size(text: &str) -> std::result::Result<u64, String> {
+    let (digits, shift) = match text.strip_suffix(['K', 'M', 'G']) {
+        Some(digits) => (digits, 10 * (1 + "KMG".find(&text[digits.len()..]).unwrap_or(0))),
+        None => (text, 0),
+    };
+    let bytes = digits.parse().ok().and_then(|n: u64| n.checked_mul(1 << shift));
+    bytes.ok_or_else(|| "expected bytes, such as 900K, 12M or 1G".to_owned())
 }
 
 #[derive(Debug, Clone, Copy, ValueEnum)]
@@ -262,6 +312,22 @@ impl DeviceArg {
                 eprintln!("running on the CPU: {e}");
                 Device::Cpu
             })),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_are_read() {
+        for (text, bytes) in [("0", 0), ("77", 77), ("4608K", 4608 << 10), ("12M", 12 << 20), ("1G", 1 << 30)]
+        {
+            assert_eq!(parse_size(text), Ok(bytes));
+        }
+        for text in ["", "K", "12k", "1.5M", "-1", "99999999999G"] {
+            assert!(parse_size(text).unwrap_err().contains("900K"), "{text}");
         }
     }
 }

@@ -3,9 +3,11 @@
 //! Whole: attention, norms, router and head as comoe-models builds them, random weights, random tokens (text that a
 //! random model writes itself soon repeats). The experts alone: one layer after the other, routed uniformly at random.
 
+mod measured;
+
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use candle_core::{DType, Device, Tensor};
 use comoe_core::backend::Backend;
@@ -20,12 +22,15 @@ use comoe_models::load::{ConfigFile, DenseWeights};
 use comoe_models::{Decoder, Rows, arch};
 use serde::Serialize;
 
+pub use self::measured::{Measured, Memory};
+use self::measured::{Watch, free_memory};
 use crate::counting::{Counting, Evenness, Uses};
 use crate::dense::write_dense;
 use crate::error::{Error, Result};
 use crate::noise::Noise;
 use crate::shape::Shape;
 use crate::synth::{self, SynthSource};
+use crate::timeline::{Row, Timeline};
 
 /// What runs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
@@ -71,6 +76,8 @@ pub struct Decode {
     pub dense: Option<PathBuf>,
     /// Bytes for the ring that a prompt's experts pass through; `None`: as the cache decides.
     pub ring: Option<u64>,
+    /// Takes down what runs when, on the CPU.
+    pub timeline: Option<Arc<Timeline>>,
 }
 
 impl Decode {
@@ -92,85 +99,8 @@ impl Decode {
             store: None,
             dense: None,
             ring: None,
+            timeline: None,
         }
-    }
-}
-
-/// What a run gave.
-#[derive(Debug, Clone, Serialize)]
-pub struct Measured {
-    /// Name of the shape.
-    pub shape: String,
-    /// Layers with experts.
-    pub layers: usize,
-    /// What ran.
-    pub part: Part,
-    /// The experts' format.
-    pub format: String,
-    /// As the backend names it.
-    pub device: String,
-    /// What the backend says is in force.
-    pub notes: Vec<String>,
-    /// Slots for each layer, and experts of each.
-    pub slots_per_layer: [usize; 2],
-    /// Driver in force: `device` or `host`.
-    pub driver: String,
-    /// Prefetch in force: `off`, or the trigger.
-    pub prefetch: String,
-    /// Tokens measured.
-    pub steps: usize,
-    /// Seconds to make the experts (and page-lock them) and the dense part.
-    pub load_s: f64,
-    /// Tokens a second over all that was measured.
-    pub tokens_per_s: f64,
-    /// Median time of a token, ms.
-    pub median_ms: f64,
-    /// Slowest token, ms.
-    pub slowest_ms: f64,
-    /// Hits per access.
-    pub hit_rate: f64,
-    /// Bytes moved on demand per token.
-    pub bytes_per_token: f64,
-    /// GB/s of the demand queue while it was busy; `None` where kernels read what was missed.
-    pub gb_per_s: Option<f64>,
-    /// Compute waiting for copies, ms per token.
-    pub stalled_ms: f64,
-    /// Records prefetched per token.
-    pub prefetched: f64,
-    /// Parts of them that were used.
-    pub prefetch_used: f64,
-    /// How evenly experts were used, by all steps that the host drove (at least the prompt).
-    pub evenness: Evenness,
-    /// GPU memory; `None` on the CPU.
-    pub memory: Option<Memory>,
-}
-
-/// GPU memory in bytes: what was to be expected, and what was there.
-#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
-pub struct Memory {
-    /// Slots with staging and ring, as the cache reports them.
-    pub slots: u64,
-    /// Workspace of the experts' kernels.
-    pub workspace: u64,
-    /// Weights of the dense part, and the KV cache.
-    pub dense: u64,
-    /// Free before the run less free at its end; the driver, kernels and libraries were loaded before.
-    pub measured: u64,
-    /// Least and most of the memory pool in use, over the tokens measured.
-    pub pool_used: [u64; 2],
-    /// Least and most of the GPU's free memory, over the tokens measured.
-    pub free: [u64; 2],
-}
-
-impl Memory {
-    /// All that was to be expected.
-    pub fn expected(&self) -> u64 {
-        self.slots + self.workspace + self.dense
-    }
-
-    /// Measured over expected, less one.
-    pub fn off(&self) -> f64 {
-        self.measured as f64 / self.expected().max(1) as f64 - 1.0
     }
 }
 
@@ -213,11 +143,20 @@ impl Decode {
         model.cache().reset_stats();
         let mut times = Vec::with_capacity(self.steps);
         let mut watch = Watch::default();
-        for _ in 0..self.steps {
+        if let Some(timeline) = &self.timeline {
+            timeline.begin();
+        }
+        for step in 0..self.steps {
             let start = Instant::now();
             model.token(&mut noise)?;
             times.push(start.elapsed());
+            if let Some(timeline) = &self.timeline {
+                timeline.add(Row::Forward, || format!("token {step}"), start);
+            }
             watch.look(device)?;
+        }
+        if let Some(timeline) = &self.timeline {
+            timeline.end();
         }
         let stats = model.cache().stats();
         let memory = match (before, free_memory(device)?) {
@@ -254,6 +193,15 @@ impl Decode {
 
     pub(crate) fn cache(&self, device: &Device) -> Result<(ExpertCache, Uses)> {
         let Self { shape, format, .. } = self;
+        if self.timeline.is_some() && !device.is_cpu() {
+            return Err(Error::BadOption {
+                option: "--timeline",
+                value: "on a GPU".to_owned(),
+                expected:
+                    "there it is taken from the graph of a whole model that decodes without prefetching"
+                        .to_owned(),
+            });
+        }
         let store = match &self.store {
             Some(path) => {
                 let store = ExpertStore::open(&[path], &Naming::auto())?;
@@ -286,7 +234,13 @@ impl Decode {
         let mut cuda = CudaOptions::default();
         cuda.resident = self.resident;
         let cuda = cuda.with_experts(experts);
-        let backend = backend(device, store.source(), cuda.clone())?;
+        let backend = match &self.timeline {
+            Some(timeline) => {
+                let source = timeline.source(store.source());
+                timeline.backend(backend(device, source, cuda.clone())?)
+            }
+            None => backend(device, store.source(), cuda.clone())?,
+        };
         let (backend, uses) = Counting::new(backend, store.directory().len());
         let options = CacheOptions {
             capacity: self.slots_per_layer.map_or(Capacity::All, |n| {
@@ -366,49 +320,6 @@ impl Decode {
     fn workspace(&self) -> u64 {
         0
     }
-
-    fn measured(
-        &self,
-        times: &[Duration],
-        cache: &ExpertCache,
-        load_s: f64,
-        evenness: Evenness,
-        memory: Option<Memory>,
-    ) -> Measured {
-        let (stats, info) = (cache.stats(), cache.backend_info().clone());
-        let steps = times.len() as f64;
-        let ms = |d: Duration| d.as_secs_f64() * 1e3;
-        let mut sorted = times.to_vec();
-        sorted.sort_unstable();
-        Measured {
-            shape: self.shape.name.to_owned(),
-            layers: self.shape.layers,
-            part: self.part,
-            format: self.format.to_string(),
-            device: info.device,
-            notes: info.notes,
-            slots_per_layer: [stats.slots / self.shape.layers, self.shape.experts],
-            driver: cache.driver().to_string(),
-            prefetch: match stats.staging_slots {
-                0 => "off".to_owned(),
-                _ => trigger_name(self.trigger).to_owned(),
-            },
-            steps: times.len(),
-            load_s,
-            tokens_per_s: steps / times.iter().sum::<Duration>().as_secs_f64(),
-            median_ms: sorted.get(sorted.len() / 2).copied().map_or(0.0, ms),
-            slowest_ms: sorted.last().copied().map_or(0.0, ms),
-            hit_rate: stats.hit_rate(),
-            bytes_per_token: stats.bytes_moved as f64 / steps,
-            gb_per_s: (stats.read_through_bytes == 0)
-                .then(|| comoe_core::machine::gb_per_s(stats.bytes_moved, stats.time.demand)),
-            stalled_ms: ms(stats.time.stalled) / steps,
-            prefetched: stats.prefetched as f64 / steps,
-            prefetch_used: stats.prefetch_used as f64 / stats.prefetched.max(1) as f64,
-            evenness,
-            memory,
-        }
-    }
 }
 
 /// The name by which a trigger is asked for.
@@ -444,44 +355,6 @@ pub fn backend(
             value: format!("{:?}", other.location()),
             expected: "use cpu, or cuda in a build with feature cuda".to_owned(),
         }),
-    }
-}
-
-#[cfg(feature = "cuda")]
-fn free_memory(device: &Device) -> Result<Option<u64>> {
-    crate::gpu::free_after_trim(device)
-}
-
-#[cfg(not(feature = "cuda"))]
-fn free_memory(_: &Device) -> Result<Option<u64>> {
-    Ok(None)
-}
-
-/// Looks at a GPU's memory after each token.
-#[derive(Debug, Default)]
-struct Watch {
-    pool_used: [u64; 2],
-    free: [u64; 2],
-    #[cfg(feature = "cuda")]
-    looked: bool,
-}
-
-impl Watch {
-    #[cfg(feature = "cuda")]
-    fn look(&mut self, device: &Device) -> Result<()> {
-        let Some(now) = crate::gpu::memory(device)? else { return Ok(()) };
-        if !std::mem::replace(&mut self.looked, true) {
-            (self.pool_used, self.free) = ([now.pool_used; 2], [now.free; 2]);
-        }
-        for (range, value) in [(&mut self.pool_used, now.pool_used), (&mut self.free, now.free)] {
-            *range = [range[0].min(value), range[1].max(value)];
-        }
-        Ok(())
-    }
-
-    #[cfg(not(feature = "cuda"))]
-    fn look(&mut self, _: &Device) -> Result<()> {
-        Ok(())
     }
 }
 

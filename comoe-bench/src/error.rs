@@ -31,6 +31,14 @@ pub enum Error {
         /// What is wrong.
         reason: String,
     },
+    /// A plot could not be drawn.
+    #[error("{path}: the plot cannot be drawn: {reason}")]
+    Plot {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong.
+        reason: String,
+    },
     /// No shape of this name.
     #[error("shape {asked:?} is unknown: use one of {known}")]
     UnknownShape {

@@ -1,25 +1,31 @@
 //! `comoe-bench`: measures what needs a big model or a GPU. The criterion benches are under `benches/`.
 
 mod args;
+mod show;
 
 use std::io::{IsTerminal, Write};
+use std::path::Path;
 use std::process::{Command, ExitCode};
+use std::sync::Arc;
 use std::time::Instant;
 
 use candle_core::Device;
 use clap::Parser;
-use comoe_bench::decode::{self, Decode, Measured, Part};
+use comoe_bench::decode::{self, Decode, Part};
 use comoe_bench::dense::write_dense;
-use comoe_bench::prefill::{self, Prefill};
-use comoe_bench::report::{Table, machine, today};
+use comoe_bench::formats::Formats;
+use comoe_bench::plot::{Plot, Point};
+use comoe_bench::prefill::Prefill;
+use comoe_bench::report::Table;
 use comoe_bench::shape::Shape;
-use comoe_bench::steps::{Routing, Stepped, Steps};
+use comoe_bench::steps::{Routing, Steps};
+use comoe_bench::timeline::{self, Timeline};
 use comoe_bench::tiny::{self, RunMemory};
-use comoe_bench::{Error, Result, synth};
+use comoe_bench::{Error, Result, formats, synth};
 use comoe_core::Prefetch;
-use comoe_models::PartTime;
 
-use crate::args::{Args, Ask, DecodeArgs, MemoryArgs, PrefillArgs, SynthArgs, TransferArgs};
+use crate::args::{Args, Ask, DecodeArgs, FormatsArgs, MemoryArgs, PrefillArgs, SynthArgs, TransferArgs};
+use crate::show::{heading, show_decode, show_formats, show_prefill, show_steps};
 
 fn main() -> ExitCode {
     let result = match Args::parse().ask {
@@ -28,6 +34,7 @@ fn main() -> ExitCode {
         Ask::Prefill(args) => prefill_shape(&args),
         Ask::Transfer(args) => transfer(&args),
         Ask::Memory(args) => memory(&args),
+        Ask::Formats(args) => formats_of_tiny(&args),
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,
@@ -36,11 +43,6 @@ fn main() -> ExitCode {
             ExitCode::FAILURE
         }
     }
-}
-
-/// A line of Markdown above each table.
-fn heading(what: &str, device: &Device) {
-    println!("{what} ({}, {})\n", machine(device), today());
 }
 
 fn print_json<T: serde::Serialize>(value: &T) -> Result<()> {
@@ -117,8 +119,16 @@ fn decode_shape(args: &DecodeArgs) -> Result<()> {
             expected: "they want a whole model on a GPU, without prefetching".to_owned(),
         });
     }
+    if args.timeline.is_some() && stepped && args.no_graph {
+        let expected = "on a GPU it is taken from the graph: leave out --no-graph".to_owned();
+        return Err(Error::BadOption { option: "--timeline", value: String::new(), expected });
+    }
     let (mut measured, mut stepped_runs) = (Vec::new(), Vec::new());
+    let mut spans = Vec::new();
+    let what = format!("Decode, {} shape, {} layers, {}", shape.name, shape.layers, args.format);
+    let mut plot = Plot::new(what, "slots a layer");
     for (slots, trigger) in runs {
+        let timeline = args.timeline.as_ref().filter(|_| !stepped).map(|_| Arc::new(Timeline::default()));
         let run = Decode {
             part: args.part.into(),
             format: args.format,
@@ -133,6 +143,7 @@ fn decode_shape(args: &DecodeArgs) -> Result<()> {
             seed: args.seed,
             store: args.store.clone(),
             dense: Some(dense.clone()),
+            timeline: timeline.clone(),
             ..Decode::new(shape.clone())
         };
         if stepped {
@@ -145,8 +156,14 @@ fn decode_shape(args: &DecodeArgs) -> Result<()> {
                 }
                 (None, false) => (run, Routing::Model),
             };
-            let profile = args.profile;
+            let profile = args.profile || args.timeline.is_some();
             let result = Steps { decode, routing, graph, length, profile }.run(&device, &say)?;
+            let [slots, all] = result.slots_per_layer;
+            spans.push((format!("{slots} of {all} slots a layer, a step"), result.timeline.clone()));
+            for pass in result.passes.iter().filter(|p| !p.blind) {
+                let (tokens_per_s, hit_rate) = (pass.tokens_per_s, pass.hit_rate);
+                plot.add(&pass.what, Point { slots, tokens_per_s, hit_rate });
+            }
             if args.json {
                 print_json(&result)?;
             }
@@ -154,182 +171,40 @@ fn decode_shape(args: &DecodeArgs) -> Result<()> {
             continue;
         }
         let result = run.run(&device, &say)?;
+        let ([slots, all], prefetch) = (result.slots_per_layer, result.prefetch.clone());
+        if let Some(timeline) = timeline {
+            spans.push((format!("{slots} of {all} slots a layer, prefetch {prefetch}"), timeline.spans()));
+        }
+        let (tokens_per_s, hit_rate) = (result.tokens_per_s, result.hit_rate);
+        plot.add(&format!("prefetch {prefetch}"), Point { slots, tokens_per_s, hit_rate });
         if args.json {
             print_json(&result)?;
         }
         measured.push(result);
     }
     if !args.json {
-        show(&device, &measured);
+        show_decode(&device, &measured);
         show_steps(&device, &stepped_runs);
     }
+    write_pictures(args.plot.as_deref(), &plot, args.timeline.as_deref(), &spans)
+}
+
+/// Writes the plot and the timeline that were asked for.
+fn write_pictures(
+    plot_to: Option<&Path>,
+    plot: &Plot,
+    timeline_to: Option<&Path>,
+    spans: &[(String, Vec<timeline::Span>)],
+) -> Result<()> {
+    if let Some(path) = plot_to {
+        plot.write(path)?;
+        eprintln!("drawn to {}", path.display());
+    }
+    if let Some(path) = timeline_to {
+        timeline::write(path, spans)?;
+        eprintln!("{}: for chrome://tracing or ui.perfetto.dev", path.display());
+    }
     Ok(())
-}
-
-fn show_steps(device: &Device, runs: &[Stepped]) {
-    let Some(first) = runs.first() else { return };
-    let what = format!(
-        "Decode, {} shape, {} layers, top-{}, {}, routed by {}, context {}",
-        first.shape, first.layers, first.top_k, first.format, first.routing, first.length
-    );
-    heading(&what, device);
-    let heads = [
-        "slots/layer",
-        "pass",
-        "graph nodes",
-        "tok/s",
-        "ms",
-        "hits %",
-        "MB/token",
-        "link GB/s",
-        "enqueue us",
-        "load s",
-    ];
-    let mut table = Table::new(&heads);
-    for run in runs {
-        let [slots, all] = run.slots_per_layer;
-        for pass in &run.passes {
-            table.row([
-                format!("{slots} of {all}"),
-                pass.what.clone(),
-                run.graph_nodes.map_or("none".to_owned(), |n| n.to_string()),
-                format!("{:.1}", pass.tokens_per_s),
-                format!("{:.3}", pass.ms),
-                format!("{:.1}", 100.0 * pass.hit_rate),
-                format!("{:.1}", pass.mb_per_token),
-                format!("{:.1}", pass.link_gb_per_s),
-                format!("{:.1}", pass.enqueue_us),
-                format!("{:.1}", run.load_s),
-            ]);
-        }
-    }
-    println!("{table}");
-    for run in runs.iter().filter(|r| !r.parts.is_empty()) {
-        let mut table = Table::new(&["part of a step", "times", "us", "us each", "MB", "GB/s"]);
-        let each = |part: &PartTime| part.us / part.times.max(1) as f64;
-        for part in &run.parts {
-            let (mb, rate) = (part.bytes as f64 / 1e6, part.bytes as f64 / part.us / 1e3);
-            let read = part.bytes > 0;
-            table.row([
-                part.what.clone(),
-                part.times.to_string(),
-                format!("{:.1}", part.us),
-                format!("{:.2}", each(part)),
-                if read { format!("{mb:.1}") } else { String::new() },
-                if read { format!("{rate:.0}") } else { String::new() },
-            ]);
-        }
-        let us: f64 = run.parts.iter().map(|p| p.us).sum();
-        table.row([
-            "all".into(),
-            String::new(),
-            format!("{us:.1}"),
-            String::new(),
-            String::new(),
-            String::new(),
-        ]);
-        println!(
-            "{} of {} slots, with an event behind each part:\n\n{table}",
-            run.slots_per_layer[0], run.slots_per_layer[1]
-        );
-    }
-    let mut notes: Vec<_> = runs.iter().flat_map(|m| &m.notes).collect();
-    notes.dedup();
-    notes.iter().for_each(|note| println!("- {note}"));
-}
-
-fn show(device: &Device, measured: &[Measured]) {
-    let Some(first) = measured.first() else { return };
-    let part = match first.part {
-        Part::Model => "whole model",
-        Part::Experts => "experts' part",
-    };
-    let what = format!(
-        "Decode, {} shape, {} layers, {}, {part}, {} tokens",
-        first.shape, first.layers, first.format, first.steps
-    );
-    heading(&what, device);
-    let mut table = Table::new(&[
-        "slots/layer",
-        "driver",
-        "prefetch",
-        "tok/s",
-        "median ms",
-        "slowest ms",
-        "hits %",
-        "MB/token",
-        "GB/s",
-        "stall ms",
-        "prefetched",
-        "used %",
-        "load s",
-    ]);
-    for m in measured {
-        let [slots, all] = m.slots_per_layer;
-        table.row([
-            format!("{slots} of {all}"),
-            m.driver.clone(),
-            m.prefetch.clone(),
-            format!("{:.1}", m.tokens_per_s),
-            format!("{:.2}", m.median_ms),
-            format!("{:.2}", m.slowest_ms),
-            format!("{:.1}", 100.0 * m.hit_rate),
-            format!("{:.1}", m.bytes_per_token / 1e6),
-            m.gb_per_s.map_or("-".to_owned(), |v| format!("{v:.1}")),
-            format!("{:.2}", m.stalled_ms),
-            format!("{:.1}", m.prefetched),
-            format!("{:.0}", 100.0 * m.prefetch_used),
-            format!("{:.1}", m.load_s),
-        ]);
-    }
-    println!("{table}");
-    let mut table =
-        Table::new(&["entropy of expert use, host's steps", "mean", "least even layer", "uniform draws"]);
-    for m in measured {
-        let e = m.evenness;
-        table.row([
-            format!("{} of {} slots, {}", m.slots_per_layer[0], m.slots_per_layer[1], m.prefetch),
-            format!("{:.4}", e.mean),
-            format!("{:.4}", e.least),
-            format!("{:.4}", e.uniform),
-        ]);
-    }
-    println!("{table}");
-    if measured.iter().any(|m| m.memory.is_some()) {
-        let heads = [
-            "GPU memory, MiB",
-            "slots",
-            "workspace",
-            "dense + KV",
-            "expected",
-            "measured",
-            "off %",
-            "pool min..max",
-            "free min..max",
-        ];
-        let mut table = Table::new(&heads);
-        let mib = |b: u64| format!("{:.1}", b as f64 / f64::from(1 << 20));
-        for m in measured {
-            let Some(memory) = m.memory else { continue };
-            let range = |[least, most]: [u64; 2]| format!("{} +{}", mib(least), most - least);
-            table.row([
-                format!("{} of {} slots, {}", m.slots_per_layer[0], m.slots_per_layer[1], m.prefetch),
-                mib(memory.slots),
-                mib(memory.workspace),
-                mib(memory.dense),
-                mib(memory.expected()),
-                mib(memory.measured),
-                format!("{:+.2}", 100.0 * memory.off()),
-                range(memory.pool_used),
-                range(memory.free),
-            ]);
-        }
-        println!("{table}");
-        println!("min..max: over the tokens measured; `+n` is the most less the least, in bytes.\n");
-    }
-    let mut notes: Vec<_> = measured.iter().flat_map(|m| &m.notes).collect();
-    notes.dedup();
-    notes.iter().for_each(|note| println!("- {note}"));
 }
 
 fn prefill_shape(args: &PrefillArgs) -> Result<()> {
@@ -349,7 +224,11 @@ fn prefill_shape(args: &PrefillArgs) -> Result<()> {
     write_dense(&dense, &shape, args.seed)?;
     let few = args.slots_per_layer.iter().map(|n| Some(*n));
     let mut measured = Vec::new();
+    let mut spans = Vec::new();
+    let what = format!("Prefill, {} shape, {} layers, {}", shape.name, shape.layers, args.format);
+    let mut plot = Plot::new(what, "slots, all layers together");
     for slots in few.chain(args.resident.then_some(None)) {
+        let timeline = args.timeline.as_ref().map(|_| Arc::new(Timeline::default()));
         let model = Decode {
             format: args.format,
             resident: args.resident_format,
@@ -358,6 +237,7 @@ fn prefill_shape(args: &PrefillArgs) -> Result<()> {
             store: args.store.clone(),
             dense: Some(dense.clone()),
             ring: args.ring.map(|mib| mib << 20),
+            timeline: timeline.clone(),
             ..Decode::new(shape.clone())
         };
         let run = Prefill { model, prompts: args.prompt.clone(), repeats: args.repeats, link };
@@ -365,12 +245,35 @@ fn prefill_shape(args: &PrefillArgs) -> Result<()> {
             if args.json {
                 print_json(&result)?;
             }
+            let (slots, tokens_per_s, hit_rate) = (result.slots[0], result.tokens_per_s, result.hit_rate);
+            plot.add(&format!("{} tokens", result.prompt), Point { slots, tokens_per_s, hit_rate });
             measured.push(result);
+        }
+        if let (Some(timeline), Some(last)) = (timeline, measured.last()) {
+            let [slots, all] = last.slots;
+            spans.push((format!("{slots} of {all} slots, each length once"), timeline.spans()));
         }
     }
     if !args.json {
         show_prefill(&device, &measured, link);
     }
+    write_pictures(args.plot.as_deref(), &plot, args.timeline.as_deref(), &spans)
+}
+
+fn formats_of_tiny(args: &FormatsArgs) -> Result<()> {
+    let device = args.device.open()?;
+    let formats = Formats {
+        model: args.model.clone().unwrap_or_else(tiny::folder),
+        text: args.text.clone().unwrap_or_else(formats::held_out),
+        conversations: args.conversations,
+        pool: args.pool,
+        rounds: args.rounds,
+    };
+    let measured = formats.run(&device, &|what| eprintln!("{what}"))?;
+    if args.json {
+        return measured.iter().try_for_each(print_json);
+    }
+    show_formats(&device, args.pool, &measured);
     Ok(())
 }
 
@@ -389,37 +292,6 @@ fn link(device: &Device) -> Result<Option<f64>> {
 #[cfg(not(feature = "cuda"))]
 fn link(_: &Device) -> Result<Option<f64>> {
     Ok(None)
-}
-
-fn show_prefill(device: &Device, measured: &[prefill::Measured], link: Option<f64>) {
-    let Some(first) = measured.first() else { return };
-    let what = format!("Prefill, {} shape, {} layers, {}", first.shape, first.layers, first.format);
-    heading(&what, device);
-    let heads = [
-        "slots", "ring", "prompt", "tok/s", "ms", "GB moved", "wasted", "GB/s", "link %", "stall ms",
-        "hits %",
-    ];
-    let mut table = Table::new(&heads);
-    for m in measured {
-        let gb = |bytes: f64| format!("{:.2}", bytes / 1e9);
-        table.row([
-            format!("{} of {}", m.slots[0], m.slots[1]),
-            m.ring.to_string(),
-            m.prompt.to_string(),
-            format!("{:.0}", m.tokens_per_s),
-            format!("{:.1}", m.prompt as f64 / m.tokens_per_s * 1e3),
-            gb(m.bytes),
-            gb(m.wasted),
-            format!("{:.1}", m.gb_per_s),
-            m.link_share.map_or("-".to_owned(), |share| format!("{:.0}", 100.0 * share)),
-            format!("{:.1}", m.stalled_ms),
-            format!("{:.0}", 100.0 * m.hit_rate),
-        ]);
-    }
-    println!("{table}");
-    if let Some(link) = link {
-        println!("link %: the time that the bytes take at {link:.1} GB/s, of the prompt's time.\n");
-    }
 }
 
 #[cfg(feature = "cuda")]

@@ -12,6 +12,7 @@ use serde::Serialize;
 use crate::decode::{Decode, Running};
 use crate::error::{Error, Result};
 use crate::noise::Noise;
+use crate::timeline::Row;
 
 /// Prompts to be measured, one length after the other, on one model.
 #[derive(Debug, Clone)]
@@ -97,9 +98,17 @@ impl Prefill {
                 let ids: Vec<u32> = (0..prompt).map(|_| noise.below(vocab) as u32).collect();
                 kv.truncate(0);
                 decoder.experts().reset_stats();
+                let timeline = model.timeline.as_ref().filter(|_| run == self.repeats);
+                if let Some(timeline) = timeline {
+                    timeline.begin();
+                }
                 let start = Instant::now();
                 decoder.forward(&ids, &mut kv, Rows::Last)?.flatten_all()?.to_vec1::<f32>()?;
                 let seconds = start.elapsed().as_secs_f64();
+                if let Some(timeline) = timeline {
+                    timeline.add(Row::Forward, || format!("prompt of {prompt} tokens"), start);
+                    timeline.end();
+                }
                 if run > 0 {
                     runs.push((seconds, decoder.experts().stats()));
                 }

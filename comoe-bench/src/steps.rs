@@ -19,6 +19,7 @@ use serde::Serialize;
 use crate::decode::Decode;
 use crate::error::{Error, Result};
 use crate::noise::Noise;
+use crate::timeline::{self, Span};
 
 /// Who chooses the experts.
 #[derive(Debug, Clone)]
@@ -150,8 +151,11 @@ pub struct Stepped {
     pub load_s: f64,
     /// One after the other.
     pub passes: Vec<Pass>,
-    /// Where a step's time goes, where that was asked for.
+    /// Where a step's time goes, where that was asked for: parts of the same name summed up, in the order of their first.
     pub parts: Vec<PartTime>,
+    /// The same parts one after the other.
+    #[serde(skip)]
+    pub timeline: Vec<Span>,
 }
 
 /// Tokens one after the other.
@@ -159,6 +163,8 @@ pub struct Stepped {
 pub struct Pass {
     /// Which.
     pub what: String,
+    /// Its tokens were enqueued at once: nobody saw one before the last.
+    pub blind: bool,
     /// Tokens.
     pub steps: usize,
     /// Tokens a second.
@@ -241,9 +247,26 @@ impl Steps {
             graph_nodes,
             load_s,
             passes,
-            parts,
+            timeline: timeline::one_by_one(parts.iter().map(|p| (p.what.clone(), p.us, p.bytes))),
+            parts: summed(parts),
         })
     }
+}
+
+/// Parts of the same name as one, in the order of their first.
+fn summed(parts: Vec<PartTime>) -> Vec<PartTime> {
+    let mut sums: Vec<PartTime> = Vec::new();
+    for part in parts {
+        match sums.iter_mut().find(|s| s.what == part.what) {
+            Some(sum) => {
+                sum.times += part.times;
+                sum.us += part.us;
+                sum.bytes += part.bytes;
+            }
+            None => sums.push(part),
+        }
+    }
+    sums
 }
 
 fn on_a_gpu(option: &'static str) -> Error {
@@ -308,7 +331,8 @@ impl<'d> Run<'d> {
         self.steps.run_blind(&mut self.kv, n)?;
         let (seconds, launching) = (start.elapsed().as_secs_f64(), self.steps.launching() - before);
         let stats = self.decoder.experts().stats();
-        Ok(Pass::new("all enqueued at once", n, seconds, launching.as_secs_f64(), &stats))
+        let pass = Pass::new("all enqueued at once", n, seconds, launching.as_secs_f64(), &stats);
+        Ok(Pass { blind: true, ..pass })
     }
 }
 
@@ -317,6 +341,7 @@ impl Pass {
         let n = steps as f64;
         Self {
             what: what.to_owned(),
+            blind: false,
             steps,
             tokens_per_s: n / seconds,
             ms: 1e3 * seconds / n,
@@ -325,5 +350,22 @@ impl Pass {
             link_gb_per_s: stats.bytes_moved as f64 / seconds / 1e9,
             enqueue_us: 1e6 * launching / n,
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn parts_of_a_name_are_one_in_the_order_of_their_first() {
+        let part = |what: &str, us, bytes| PartTime { what: what.to_owned(), times: 1, us, bytes };
+        let parts =
+            vec![part("norm", 1.0, 0), part("experts", 20.0, 0), part("norm", 2.0, 0), part("head", 5.0, 8)];
+        let timeline = timeline::one_by_one(parts.iter().map(|p| (p.what.clone(), p.us, p.bytes)));
+        assert_eq!(timeline.iter().map(|s| s.begin).collect::<Vec<_>>(), [0.0, 1.0, 21.0, 23.0]);
+        let sums: Vec<_> = summed(parts).into_iter().map(|p| (p.what, p.times, p.us, p.bytes)).collect();
+        let want = [("norm", 2, 3.0, 0), ("experts", 1, 20.0, 0), ("head", 1, 5.0, 8)];
+        assert_eq!(sums, want.map(|(what, times, us, bytes)| (what.to_owned(), times, us, bytes)));
     }
 }

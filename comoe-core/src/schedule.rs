@@ -10,6 +10,7 @@
 //! record still moves at most once per step. With a ring (see `stream`) it passes through that instead.
 
 mod device;
+mod prefetch;
 mod ring;
 mod stream;
 #[cfg(test)]
@@ -21,10 +22,14 @@ use std::sync::Arc;
 
 use candle_core::Tensor;
 
+pub(crate) use prefetch::PrefetchEngine;
+pub use prefetch::PrefetchTrigger;
+use prefetch::Seen;
+
 use crate::backend::{Backend, Fill, Queue, SlotId, Ticket, Work, WorkItem};
 use crate::error::{Error, Result};
 use crate::pool::{Located, Pool, SlotState};
-use crate::predict::{Correlation, Evidence, EvidenceGate, Predictor, Scored};
+use crate::predict::Correlation;
 use crate::stats::{CacheStats, LayerStats};
 use crate::store::{Directory, RecordIndex};
 
@@ -55,29 +60,6 @@ pub(crate) struct Step<'a> {
     pub(crate) work: Work<'a>,
 }
 
-/// What a predictor is told of a step.
-#[derive(Clone, Copy)]
-struct Seen<'a> {
-    layer: usize,
-    choices: &'a [u32],
-    top_k: usize,
-    guess: &'a [u32],
-}
-
-/// When the prefetch for the next layer is issued. The default costs least where guesses are wrong (measured on a GPU:
-/// comoe-bench/RESULTS.md).
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
-#[non_exhaustive]
-pub enum PrefetchTrigger {
-    /// As soon as the layer's own misses are enqueued.
-    AfterRouting,
-    /// Once the work of the hits is enqueued.
-    MidLayer,
-    /// Once all of the layer's work is enqueued.
-    #[default]
-    EndOfLayer,
-}
-
 /// Rules that a test may drop to see that something catches it.
 #[doc(hidden)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -96,54 +78,6 @@ impl Default for Rules {
             pin_before_victims: true,
             fills_before_hits: true,
         }
-    }
-}
-
-pub(crate) struct PrefetchEngine {
-    pub(crate) predictor: Box<dyn Predictor>,
-    pub(crate) trigger: PrefetchTrigger,
-    /// Most records prefetched per layer.
-    pub(crate) width: usize,
-    /// Decides how many; without one always `width`.
-    gate: Option<EvidenceGate>,
-    guesses: Vec<Scored>,
-    /// Guesses for the next layer that were not in the pool, likeliest first, and whether they were sent for.
-    pending: Vec<(RecordIndex, bool)>,
-    /// Layer that they are for.
-    pending_for: usize,
-}
-
-impl PrefetchEngine {
-    pub(crate) fn new(
-        predictor: Box<dyn Predictor>,
-        trigger: PrefetchTrigger,
-        width: usize,
-        gate: Option<EvidenceGate>,
-    ) -> Self {
-        Self { predictor, trigger, width, gate, guesses: Vec::new(), pending: Vec::new(), pending_for: 0 }
-    }
-
-    /// Tells the gate what became of the guesses for `layer`, now that its set is known.
-    fn judge(&mut self, layer: usize, split: &Split) {
-        let pending = std::mem::take(&mut self.pending);
-        let Some(gate) = self.gate.as_mut().filter(|_| self.pending_for == layer && !pending.is_empty())
-        else {
-            return;
-        };
-        let has = |items: &[WorkItem], record| items.iter().any(|i| i.record == record);
-        let evidence: Vec<Evidence> = pending
-            .iter()
-            .map(|&(record, sent)| match sent {
-                true if has(&split.hits, record) => Evidence::Saved,
-                true if has(&split.late, record) => Evidence::Late,
-                true => Evidence::Wasted,
-                false if split.missing.iter().any(|m| m.need.record == record) => Evidence::WouldHaveSaved,
-                false => Evidence::WouldHaveWasted,
-            })
-            .collect();
-        // What a guess that was not sent would have spared is no demand of its own.
-        let spared = evidence.iter().filter(|e| **e == Evidence::WouldHaveSaved).count();
-        gate.judge(layer, &evidence, split.missing.len() > spared);
     }
 }
 
@@ -509,46 +443,6 @@ impl Engine {
     fn mark_read(&mut self, served: &[(RecordIndex, SlotId)]) -> Result<()> {
         let ticket = self.backend.mark()?;
         served.iter().for_each(|(_, slot)| self.clocks[slot.0 as usize].read = ticket);
-        Ok(())
-    }
-
-    fn prefetch_at(&mut self, point: PrefetchTrigger, seen: Seen<'_>) -> Result<()> {
-        let Seen { layer, choices, top_k, guess } = seen;
-        let Some(prefetch) = self.prefetch.as_mut().filter(|p| p.trigger == point) else { return Ok(()) };
-        prefetch.predictor.observe(layer, choices, top_k);
-        // A prompt's union is no guide to the next layer's, and its transfers leave the link no idle time.
-        if choices.len() > top_k || layer + 1 >= self.directory.layers().len() {
-            return Ok(());
-        }
-        prefetch.predictor.hint(layer + 1, guess);
-        prefetch.predictor.predict(layer + 1, &mut prefetch.guesses);
-        let next = &self.directory.layers()[layer + 1];
-        let mut fills = Vec::new();
-        prefetch.pending.clear();
-        prefetch.pending_for = layer + 1;
-        let (width, guesses) = match &prefetch.gate {
-            // Likely ones that are cached cost nothing: the gate counts those that are not.
-            Some(gate) => (gate.width(layer + 1), prefetch.guesses.as_slice()),
-            None => (prefetch.width, &prefetch.guesses[..prefetch.width.min(prefetch.guesses.len())]),
-        };
-        for guess in guesses {
-            if prefetch.pending.len() >= prefetch.width {
-                break;
-            }
-            let record = RecordIndex(next.first + guess.expert);
-            if self.pool.locate(record).is_some() {
-                continue;
-            }
-            let slot = if prefetch.pending.len() < width { self.pool.stage(record) } else { None };
-            fills.extend(slot.map(|slot| Fill { record, slot }));
-            prefetch.pending.push((record, slot.is_some()));
-        }
-        if fills.is_empty() {
-            return Ok(());
-        }
-        self.fill(Queue::Prefetch, &fills)?;
-        self.stats.prefetched += fills.len() as u64;
-        self.stats.prefetched_bytes += self.bytes(&fills);
         Ok(())
     }
 

@@ -16,12 +16,12 @@ pub struct DeviceSteps<'m> {
     decoder: PhantomData<&'m Decoder>,
 }
 
-/// One kind of part of a step.
+/// One part of a step, or several alike.
 #[derive(Debug, Clone, PartialEq, serde::Serialize)]
 pub struct PartTime {
     /// What it is.
     pub what: String,
-    /// How often a step has it.
+    /// How many.
     pub times: usize,
     /// Time of all of them in a step, us.
     pub us: f64,
@@ -62,7 +62,7 @@ impl<'m> DeviceSteps<'m> {
         match self.never {}
     }
 
-    /// Where the time of a replayed step goes.
+    /// Where the time of a replayed step goes, part by part.
     ///
     /// # Errors
     /// None.

@@ -72,12 +72,12 @@ pub struct DeviceSteps<'m> {
     launching: Duration,
 }
 
-/// One kind of part of a step.
+/// One part of a step, or several alike.
 #[derive(Debug, Clone, PartialEq, serde::Serialize)]
 pub struct PartTime {
     /// What it is.
     pub what: String,
-    /// How often a step has it.
+    /// How many.
     pub times: usize,
     /// Time of all of them in a step, us.
     pub us: f64,
@@ -175,8 +175,8 @@ impl<'m> DeviceSteps<'m> {
     }
 
     /// Where the time of a replayed step goes: `n` more steps, from a graph of their own that takes the time behind each
-    /// part. Parts of the same name are summed up, in the order of their first. The events keep kernels from being set
-    /// up ahead, so the whole is slower than without them. `None` where steps are not replayed.
+    /// part. The parts are handed out one by one, in order, each the mean of the steps. The events keep kernels from being
+    /// set up ahead, so the whole is slower than without them. `None` where steps are not replayed.
     ///
     /// # Errors
     /// As [`Self::next`].
@@ -194,8 +194,12 @@ impl<'m> DeviceSteps<'m> {
         let marks = self.decoder.fused().map(|fused| fused.take_marks()).unwrap_or_default();
         let graph = std::mem::replace(&mut self.graphs, kept).pop_back();
         let (true, Some(mut graph)) = (recorded?, graph) else { return Ok(None) };
-        let mut parts: Vec<PartTime> = Vec::new();
-        for step in 0..n {
+        let mut parts: Vec<PartTime> = marks
+            .iter()
+            .skip(1)
+            .map(|m| PartTime { what: m.what.clone(), times: 1, us: 0.0, bytes: m.bytes as u64 })
+            .collect();
+        for _ in 0..n {
             self.draw()?;
             let mut token = self.decoder.experts().begin_token(1, top_k)?;
             graph.graph.launch().map_err(doing("replaying a step"))?;
@@ -208,18 +212,9 @@ impl<'m> DeviceSteps<'m> {
             kv.place_moved();
             self.count()?;
             self.wait(kv, &graph.logits)?;
-            for pair in marks.windows(2) {
+            for (pair, part) in marks.windows(2).zip(&mut parts) {
                 let ms = pair[0].event.elapsed_ms(&pair[1].event).map_err(doing("reading an event"))?;
-                let known = parts.iter().position(|p| p.what == pair[1].what);
-                let at = known.unwrap_or(parts.len());
-                if known.is_none() {
-                    parts.push(PartTime { what: pair[1].what.clone(), times: 0, us: 0.0, bytes: 0 });
-                }
-                parts[at].us += 1e3 * f64::from(ms) / n as f64;
-                if step == 0 {
-                    parts[at].times += 1;
-                    parts[at].bytes += pair[1].bytes as u64;
-                }
+                part.us += 1e3 * f64::from(ms) / n as f64;
             }
         }
         Ok(Some(parts))
