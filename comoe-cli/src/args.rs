@@ -7,6 +7,7 @@ use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::{Args, Parser, Subcommand};
 use comoe_core::trace::Contents;
 use comoe_core::{Capacity, DriverKind, ExpertFormat, PolicyKind, Prefetch, ResidentFormat, Scope};
+use comoe_models::DenseFormat;
 
 use crate::device::DeviceChoice;
 use crate::size::parse_size;
@@ -132,6 +133,12 @@ pub(crate) struct ModelArgs {
     /// Numbers between the blocks of the model: f32 or bf16 [default: bf16 on a GPU, f32 on the CPU]
     #[arg(long, value_name = "TYPE", value_parser = parse_compute, help_heading = "Device")]
     pub(crate) compute: Option<DType>,
+    /// How weights outside the experts are held: bf16 (as --compute says), or int8, half of that
+    #[arg(
+        long, value_name = "FORMAT", default_value = "bf16", help_heading = "Experts and memory",
+        value_parser = PossibleValuesParser::new(DenseFormat::ALL.map(DenseFormat::name)).try_map(|s| s.parse::<DenseFormat>())
+    )]
+    pub(crate) dense_format: DenseFormat,
     /// What slots on a GPU hold: quantized (experts as stored) or bf16 (expanded when loaded)
     #[arg(long, value_name = "FORMAT", help_heading = "Device")]
     pub(crate) resident_format: Option<ResidentFormat>,
