@@ -369,6 +369,8 @@ mod tests {
         assert_eq!((m.device, m.compute, m.resident_format), (DeviceChoice::Auto, None, None));
         assert_eq!((m.page_lock_limit(), m.check, m.no_graph), (None, None, false));
         assert!(parsed(&["--no-graph"]).unwrap().no_graph);
+        assert_eq!(m.dense_format, DenseFormat::Plain);
+        assert_eq!(parsed(&["--dense-format=int8"]).unwrap().dense_format, DenseFormat::Int8);
         let m = parsed(&["--device=cuda:1", "--compute=f32", "--resident-format=bf16", "--check=7"]).unwrap();
         assert_eq!((m.device, m.compute), (DeviceChoice::Cuda(1), Some(DType::F32)));
         assert_eq!((m.resident_format, m.check), (Some(ResidentFormat::Bf16), Some(7)));
@@ -378,6 +380,7 @@ mod tests {
             &["--device=gpu"][..],
             &["--compute=f16"],
             &["--resident-format=int4"],
+            &["--dense-format=int4"],
             &["--check=0"],
             &["--no-page-lock", "--page-lock-limit=1G"],
         ] {
