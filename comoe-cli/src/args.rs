@@ -7,6 +7,7 @@ use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::{Args, Parser, Subcommand};
 use comoe_core::trace::Contents;
 use comoe_core::{Capacity, DriverKind, ExpertFormat, PolicyKind, Prefetch, ResidentFormat, Scope};
+use comoe_models::DenseFormat;
 
 use crate::device::DeviceChoice;
 use crate::size::parse_size;
@@ -132,6 +133,12 @@ pub(crate) struct ModelArgs {
     /// Numbers between the blocks of the model: f32 or bf16 [default: bf16 on a GPU, f32 on the CPU]
     #[arg(long, value_name = "TYPE", value_parser = parse_compute, help_heading = "Device")]
     pub(crate) compute: Option<DType>,
+    /// How weights outside the experts are held: bf16 (as --compute says), or int8, half of that
+    #[arg(
+        long, value_name = "FORMAT", default_value = "bf16", help_heading = "Experts and memory",
+        value_parser = PossibleValuesParser::new(DenseFormat::ALL.map(DenseFormat::name)).try_map(|s| s.parse::<DenseFormat>())
+    )]
+    pub(crate) dense_format: DenseFormat,
     /// What slots on a GPU hold: quantized (experts as stored) or bf16 (expanded when loaded)
     #[arg(long, value_name = "FORMAT", help_heading = "Device")]
     pub(crate) resident_format: Option<ResidentFormat>,
@@ -362,6 +369,8 @@ mod tests {
         assert_eq!((m.device, m.compute, m.resident_format), (DeviceChoice::Auto, None, None));
         assert_eq!((m.page_lock_limit(), m.check, m.no_graph), (None, None, false));
         assert!(parsed(&["--no-graph"]).unwrap().no_graph);
+        assert_eq!(m.dense_format, DenseFormat::Plain);
+        assert_eq!(parsed(&["--dense-format=int8"]).unwrap().dense_format, DenseFormat::Int8);
         let m = parsed(&["--device=cuda:1", "--compute=f32", "--resident-format=bf16", "--check=7"]).unwrap();
         assert_eq!((m.device, m.compute), (DeviceChoice::Cuda(1), Some(DType::F32)));
         assert_eq!((m.resident_format, m.check), (Some(ResidentFormat::Bf16), Some(7)));
@@ -371,6 +380,7 @@ mod tests {
             &["--device=gpu"][..],
             &["--compute=f16"],
             &["--resident-format=int4"],
+            &["--dense-format=int4"],
             &["--check=0"],
             &["--no-page-lock", "--page-lock-limit=1G"],
         ] {

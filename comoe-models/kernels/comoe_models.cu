@@ -2,6 +2,7 @@
 #include "attend.cu"
 #include "conv.cu"
 #include "embed.cu"
+#include "expand.cu"
 #include "gate.cu"
 #include "gemv.cu"
 #include "heads.cu"

@@ -31,6 +31,14 @@ fn the_answer_goes_to_standard_output_and_nothing_else_does() {
 }
 
 #[test]
+fn the_dense_format_in_force_is_said() {
+    let args = ["--prompt", "hello there", "--temperature", "0", "--max-tokens", "5"];
+    let said = |format: &str| generate(model(), &[&args[..], &["--dense-format", format]].concat()).stderr;
+    assert!(said("int8").contains("int8 dense weights"), "{}", said("int8"));
+    assert!(!said("bf16").contains("int8"), "{}", said("bf16"));
+}
+
+#[test]
 fn the_json_object_has_every_field() {
     let json = greedy(model(), &["--slots", "6", "--prefetch", "correlation"]);
     let object = |v: &Value| v.as_object().unwrap().keys().cloned().collect::<Vec<_>>();

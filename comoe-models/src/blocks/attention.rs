@@ -1,6 +1,6 @@
 //! Grouped-query attention over a preallocated KV cache.
 
-use candle_core::{Result, Tensor};
+use candle_core::{DType, Result, Tensor};
 
 use super::attend::Attend;
 use super::fused::Heads;
@@ -40,11 +40,11 @@ pub struct AttentionWeights {
 }
 
 impl Attention {
-    /// From a plan and its weights; `like` is any tensor of the model's dtype and device.
+    /// From a plan and its weights, in the model's dtype.
     ///
     /// # Errors
     /// Those of candle.
-    pub fn new(plan: &AttentionPlan, weights: AttentionWeights, like: &Tensor) -> Result<Self> {
+    pub fn new(plan: &AttentionPlan, weights: AttentionWeights, dtype: DType) -> Result<Self> {
         let AttentionWeights { qkv, out, qk_norm, sinks } = weights;
         let (full_norm, head_norm) = match (plan.qk_norm, qk_norm) {
             (Some(norm), Some(weights)) if norm.kind == QkNormKind::Full => {
@@ -52,7 +52,7 @@ impl Attention {
             }
             (_, weights) => (None, weights),
         };
-        let heads = HeadSplit::new(plan, head_norm, like.dtype(), like.device())?;
+        let heads = HeadSplit::new(plan, head_norm, dtype, out.device())?;
         let attend = Attend::new(plan.scale, plan.mask, sinks)?;
         Ok(Self { qkv, out, full_norm, clip: plan.clip, heads, temperature: plan.temperature, attend })
     }

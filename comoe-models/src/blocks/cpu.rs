@@ -1,4 +1,4 @@
-//! Helpers of the CPU paths: slices of tensors, and the two vector loops that matter.
+//! Helpers of the CPU paths: slices of tensors, and the vector loops that matter.
 
 use candle_core::{CpuStorage, DType, Layout, Result, Tensor, bail};
 use rayon::prelude::*;
@@ -45,6 +45,27 @@ pub(super) fn dot(a: &[f32], b: &[f32]) -> f32 {
             acc[i] += x[i] * y[i];
         }
     }
+    fold(acc) + a_rest.iter().zip(b_rest).map(|(x, y)| x * y).sum::<f32>()
+}
+
+/// The same with the bytes of `a` as signed numbers.
+#[inline(always)]
+pub(super) fn dot_bytes(a: &[u8], b: &[f32]) -> f32 {
+    let (a16, a_rest) = a.as_chunks::<LANES>();
+    let (b16, b_rest) = b.as_chunks::<LANES>();
+    let mut acc = [0f32; LANES];
+    for (x, y) in a16.iter().zip(b16) {
+        for i in 0..LANES {
+            acc[i] += f32::from(x[i].cast_signed()) * y[i];
+        }
+    }
+    let rest = a_rest.iter().zip(b_rest).map(|(x, y)| f32::from(x.cast_signed()) * y);
+    fold(acc) + rest.sum::<f32>()
+}
+
+/// The sum of all lanes, halves onto halves.
+#[inline(always)]
+fn fold(mut acc: [f32; LANES]) -> f32 {
     let mut width = LANES / 2;
     while width > 0 {
         for i in 0..width {
@@ -52,7 +73,7 @@ pub(super) fn dot(a: &[f32], b: &[f32]) -> f32 {
         }
         width /= 2;
     }
-    acc[0] + a_rest.iter().zip(b_rest).map(|(x, y)| x * y).sum::<f32>()
+    acc[0]
 }
 
 /// `y += a x`.

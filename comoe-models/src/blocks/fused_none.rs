@@ -7,6 +7,7 @@ use comoe_core::Activation;
 
 use super::attend::Attend;
 use super::heads::HeadSplit;
+use super::int8_matrix::Int8Matrix;
 use super::kv_cache::LayerKv;
 use super::norm::RmsNorm;
 use super::rope::RotaryTable;
@@ -106,6 +107,7 @@ never! { pub(crate),
 
 never! { pub(super),
     linear(&Tensor, &Tensor, Option<&Tensor>) -> Result<Tensor>;
+    linear_int8(&Tensor, &Int8Matrix, Option<&Tensor>) -> Result<Tensor>;
     rms_norm(&Tensor, &Tensor, f32) -> Result<Tensor>;
     layer_norm(&Tensor, &Tensor, &Tensor, f32) -> Result<Tensor>;
     add_rms_norm(&Tensor, &Tensor, &Tensor, f32) -> Result<(Tensor, Tensor)>;

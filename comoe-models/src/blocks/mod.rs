@@ -17,6 +17,8 @@ pub mod fused;
 #[path = "fused_none.rs"]
 pub mod fused;
 mod heads;
+pub mod int8;
+pub mod int8_matrix;
 pub mod kv_cache;
 pub mod latent;
 pub mod linear;

@@ -7,7 +7,11 @@ use comoe_core::store::{Checkpoint, Encoding, Naming, QuantisedMatrix, TensorRol
 use half::f16;
 use safetensors::Dtype;
 
-use super::Progress;
+use super::{DenseFormat, Progress};
+use crate::arch::DecoderPlan;
+use crate::blocks::int8::Int8Layout;
+use crate::blocks::int8_matrix::{Expand, Int8Matrix};
+use crate::blocks::linear::Linear;
 use crate::error::{Error, Result};
 
 /// Loads dense weights from a checkpoint to a device, in the dtype that the model computes in.
@@ -16,9 +20,14 @@ pub struct DenseWeights<'a> {
     naming: &'a Naming,
     dtype: DType,
     device: &'a Device,
+    format: DenseFormat,
+    /// Ends of the names, less `.weight`, of matrices that [`Self::linear`] is not asked for.
+    kept: Vec<String>,
+    expand: Option<Expand>,
     done: u64,
     total: u64,
-    elements: u64,
+    /// Shapes of the tensors that become floating-point numbers.
+    shapes: Vec<(&'a str, Vec<usize>)>,
     progress: &'a (dyn Fn(Progress) + Sync),
     /// Without `.weight` and the like.
     used: HashSet<String>,
@@ -51,6 +60,10 @@ impl Stored<'_> {
 /// Tensors of a matrix's weights, after its stem.
 const WEIGHTS: [&str; 3] = ["weight", "qweight", "weight_packed"];
 
+/// Latent attention's projection from latents to keys and values, less `.weight`: heads are multiplied with their parts of
+/// it, so it stays in the model's dtype.
+pub(super) const LATENT_EXPAND: &str = "self_attn.kv_b_proj";
+
 /// A name without its last part.
 fn stem(name: &str) -> &str {
     name.rsplit_once('.').map_or(name, |(stem, _)| stem)
@@ -68,7 +81,7 @@ impl<'a> DenseWeights<'a> {
         device: &'a Device,
         progress: &'a (dyn Fn(Progress) + Sync),
     ) -> Result<Self> {
-        let (mut total, mut elements) = (0, 0);
+        let (mut total, mut shapes) = (0, Vec::new());
         for name in checkpoint.names() {
             if naming.classify(name)? == TensorRole::Dense {
                 let view = checkpoint.tensor(name)?;
@@ -80,17 +93,43 @@ impl<'a> DenseWeights<'a> {
                     }
                     false => None,
                 };
-                elements += match (quantised, view.encoding) {
-                    (Some(matrix), _) => matrix.shape().iter().map(|d| *d as u64).product::<u64>(),
-                    (None, Encoding::Plain(dtype)) if candle_dtype(dtype).is_some() => {
-                        view.shape.iter().map(|d| *d as u64).product::<u64>()
-                    }
-                    _ => 0,
+                let shape = match (quantised, view.encoding) {
+                    (Some(matrix), _) => matrix.shape().to_vec(),
+                    (None, Encoding::Plain(dtype)) if candle_dtype(dtype).is_some() => view.shape.to_vec(),
+                    _ => continue,
                 };
+                shapes.push((name, shape));
             }
         }
+        let (format, kept, expand, done) = (DenseFormat::default(), Vec::new(), None, 0);
         let used = HashSet::new();
-        Ok(Self { checkpoint, naming, dtype, device, done: 0, total, elements, progress, used })
+        Ok(Self {
+            checkpoint,
+            naming,
+            dtype,
+            device,
+            format,
+            kept,
+            expand,
+            done,
+            total,
+            shapes,
+            progress,
+            used,
+        })
+    }
+
+    /// With the projections of `plan` in this format.
+    ///
+    /// # Errors
+    /// [`Error::Core`] when this build has no kernels for the GPU.
+    pub fn with_format(self, format: DenseFormat, plan: &DecoderPlan) -> Result<Self> {
+        let kept = [plan.names.embedding, plan.names.router, LATENT_EXPAND].map(str::to_owned).to_vec();
+        let expand = match format {
+            DenseFormat::Int8 => Some(Expand::load(self.device)?),
+            DenseFormat::Plain => None,
+        };
+        Ok(Self { format, kept, expand, ..self })
     }
 
     /// The tensors that are not experts' and were not asked for, as patterns with their counts: numbers in names are
@@ -114,7 +153,21 @@ impl<'a> DenseWeights<'a> {
 
     /// Bytes that all of the checkpoint's dense weights take on the device.
     pub fn device_bytes(&self) -> u64 {
-        self.elements * self.dtype.size_in_bytes() as u64
+        self.shapes.iter().map(|(name, shape)| self.bytes_of(name, shape) as u64).sum()
+    }
+
+    fn bytes_of(&self, name: &str, shape: &[usize]) -> usize {
+        match *shape {
+            [rows, columns] if self.packs(rows) && !self.kept.iter().any(|k| stem(name).ends_with(k)) => {
+                Int8Layout::new(rows, columns).bytes
+            }
+            _ => shape.iter().product::<usize>() * self.dtype.size_in_bytes(),
+        }
+    }
+
+    /// Whether a projection with so many outputs is held in INT8: that of a single one is not worth it.
+    fn packs(&self, rows: usize) -> bool {
+        self.format == DenseFormat::Int8 && rows > 1
     }
 
     /// Whether the checkpoint holds `name`.
@@ -157,11 +210,69 @@ impl<'a> DenseWeights<'a> {
         self.stacked_as(parts, trailing, self.dtype)
     }
 
+    /// A projection from `inputs` columns, in the format asked for: `(name, rows)` one above the other, and a bias.
+    ///
+    /// # Errors
+    /// As [`Self::tensor`]; [`Error::Core`] too for a weight that INT8 cannot hold, such as NaN.
+    pub fn linear(
+        &mut self,
+        parts: &[(String, usize)],
+        inputs: usize,
+        bias: Option<Tensor>,
+    ) -> Result<Linear> {
+        let rows = parts.iter().map(|(_, rows)| rows).sum();
+        let expand = match &self.expand {
+            Some(expand) if self.packs(rows) => expand.clone(),
+            _ => return Ok(Linear::new(&self.stacked(parts, &[inputs])?, bias)?),
+        };
+        let stored = self.all_stored(parts, &[inputs])?;
+        let values = self.values(&stored, rows * inputs)?;
+        let matrix = Int8Matrix::new(&values, rows, inputs, self.dtype, self.device, &expand);
+        let matrix = matrix.map_err(|e| match e {
+            Error::Core(e @ comoe_core::Error::BadArgument { .. }) => {
+                let names: Vec<&str> = parts.iter().map(|(name, _)| name.as_str()).collect();
+                comoe_core::Error::bad_tensor(names.join(" over "), e.to_string()).into()
+            }
+            other => other,
+        })?;
+        self.count(parts, stored.iter().map(|(_, s)| s.bytes()).sum());
+        Ok(Linear::int8(matrix, bias))
+    }
+
+    fn all_stored(&self, parts: &[(String, usize)], trailing: &[usize]) -> Result<Vec<(String, Stored<'a>)>> {
+        parts.iter().map(|(name, rows)| Ok((name.clone(), self.stored(name, *rows, trailing)?))).collect()
+    }
+
+    /// Elements of all of them, one after the other.
+    fn values(&self, stored: &[(String, Stored<'_>)], elements: usize) -> Result<Vec<f32>> {
+        let mut values = Vec::with_capacity(elements);
+        for (name, stored) in stored {
+            match stored {
+                Stored::Plain(view) => widen(name, view, &mut values)?,
+                Stored::Quantised(matrix, _) => {
+                    let mut matrix_values = Vec::new();
+                    matrix.values(self.checkpoint, &mut matrix_values)?;
+                    values.append(&mut matrix_values);
+                }
+            }
+        }
+        Ok(values)
+    }
+
+    /// Tensors are where they belong.
+    fn count(&mut self, parts: &[(String, usize)], bytes: u64) {
+        self.used.extend(parts.iter().map(|(name, _)| {
+            match WEIGHTS[0] == name.rsplit('.').next().unwrap_or_default() {
+                true => stem(name).to_owned(),
+                false => name.clone(),
+            }
+        }));
+        self.done += bytes;
+        (self.progress)(Progress::Dense { done: self.done, total: self.total });
+    }
+
     fn stacked_as(&mut self, parts: &[(String, usize)], trailing: &[usize], dtype: DType) -> Result<Tensor> {
-        let stored = parts
-            .iter()
-            .map(|(name, rows)| Ok((name.as_str(), self.stored(name, *rows, trailing)?)))
-            .collect::<Result<Vec<_>>>()?;
+        let stored = self.all_stored(parts, trailing)?;
         let mut shape = vec![parts.iter().map(|(_, rows)| rows).sum()];
         shape.extend_from_slice(trailing);
         let bytes: u64 = stored.iter().map(|(_, s)| s.bytes()).sum();
@@ -177,28 +288,11 @@ impl<'a> DenseWeights<'a> {
             Some([one]) => Tensor::from_raw_buffer(one, dtype, &shape, self.device)?,
             Some(many) => Tensor::from_raw_buffer(&many.concat(), dtype, &shape, self.device)?,
             None => {
-                let mut values = Vec::with_capacity(shape.iter().product());
-                for (name, stored) in &stored {
-                    match stored {
-                        Stored::Plain(view) => widen(name, view, &mut values)?,
-                        Stored::Quantised(matrix, _) => {
-                            let mut matrix_values = Vec::new();
-                            matrix.values(self.checkpoint, &mut matrix_values)?;
-                            values.append(&mut matrix_values);
-                        }
-                    }
-                }
+                let values = self.values(&stored, shape.iter().product())?;
                 Tensor::from_vec(values, shape, &Device::Cpu)?.to_dtype(dtype)?.to_device(self.device)?
             }
         };
-        self.used.extend(parts.iter().map(|(name, _)| {
-            match WEIGHTS[0] == name.rsplit('.').next().unwrap_or_default() {
-                true => stem(name).to_owned(),
-                false => name.clone(),
-            }
-        }));
-        self.done += bytes;
-        (self.progress)(Progress::Dense { done: self.done, total: self.total });
+        self.count(parts, bytes);
         Ok(tensor)
     }
 

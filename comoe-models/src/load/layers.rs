@@ -4,6 +4,7 @@ use candle_core::{DType, Device, Tensor};
 use comoe_core::Activation;
 
 use super::DenseWeights;
+use super::dense::LATENT_EXPAND;
 use crate::arch::{
     AttentionPlan, ConvPlan, DecoderPlan, FfnPlan, LatentPlan, MixerPlan, MoePlan, NormKind, QkNormKind,
     RouterPrecision, SharedPlan, TensorNames,
@@ -53,9 +54,9 @@ impl Builder<'_, '_> {
 
     /// `name.weight [out, in]` and, with a bias, `name.bias [out]`.
     pub(crate) fn linear(&mut self, name: &str, shape: [usize; 2], bias: bool) -> Result<Linear> {
-        let weight = self.tensor(&format!("{name}.weight"), &shape)?;
         let bias = if bias { Some(self.tensor(&format!("{name}.bias"), &shape[..1])?) } else { None };
-        Ok(Linear::new(&weight, bias)?)
+        let weight = (format!("{}{name}.weight", self.prefix), shape[0]);
+        self.weights.linear(&[weight], shape[1], bias)
     }
 
     /// A norm over the residual stream.
@@ -92,8 +93,7 @@ impl Builder<'_, '_> {
         };
         let (weights, biases) = (parts("weight"), parts("bias"));
         let bias = if plan.qkv_bias { Some(self.weights.stacked(&biases, &[])?) } else { None };
-        let weight = self.weights.stacked(&weights, &[hidden])?;
-        let qkv = Linear::new(&weight, bias)?;
+        let qkv = self.weights.linear(&weights, hidden, bias)?;
         let out = self.linear(names.attention_out, [hidden, widths[0]], plan.out_bias)?;
         let qk_norm = match plan.qk_norm.map(|n| n.kind) {
             None | Some(QkNormKind::PlainAfterRope) => None,
@@ -107,7 +107,8 @@ impl Builder<'_, '_> {
             }
         };
         let sinks = if plan.sinks { Some(self.tensor("self_attn.sinks", &[plan.heads])?) } else { None };
-        let attention = Attention::new(plan, AttentionWeights { qkv, out, qk_norm, sinks }, &weight)?;
+        let weights = AttentionWeights { qkv, out, qk_norm, sinks };
+        let attention = Attention::new(plan, weights, self.weights.dtype())?;
         Ok(attention.with_prefill(self.prefill.clone()))
     }
 
@@ -126,7 +127,7 @@ impl Builder<'_, '_> {
         let compress = self.linear("self_attn.kv_a_proj_with_mqa", [width, hidden], bias)?;
         let latent_norm = self.tensor("self_attn.kv_a_layernorm.weight", &[plan.latent])?;
         let rows = plan.heads * (plan.nope_dim + plan.value_dim);
-        let expand = self.tensor("self_attn.kv_b_proj.weight", &[rows, plan.latent])?;
+        let expand = self.tensor(&format!("{LATENT_EXPAND}.weight"), &[rows, plan.latent])?;
         let out = self.linear("self_attn.o_proj", [hidden, plan.heads * plan.value_dim], bias)?;
         Ok(LatentAttention::new(plan, LatentWeights { query, compress, latent_norm, expand, out })?)
     }
@@ -152,9 +153,9 @@ impl Builder<'_, '_> {
     fn dense(&mut self, names: [&str; 3], width: usize, activation: Activation) -> Result<DenseFfn> {
         let hidden = self.plan.hidden;
         let [gate, up, _] = names.map(|name| format!("{}{name}.weight", self.prefix));
-        let gate_up = self.weights.stacked(&[(gate, width), (up, width)], &[hidden])?;
+        let gate_up = self.weights.linear(&[(gate, width), (up, width)], hidden, None)?;
         let down = self.linear(names[2], [hidden, width], false)?;
-        Ok(DenseFfn::new(Linear::new(&gate_up, None)?, down, activation))
+        Ok(DenseFfn::new(gate_up, down, activation))
     }
 
     fn moe(&mut self, plan: &MoePlan, layer: usize) -> Result<Moe> {

@@ -2,9 +2,10 @@
 
 use comoe_core::backend::cuda;
 
-use super::LoadOptions;
+use super::{DenseFormat, LoadOptions};
 use crate::arch::{DecoderPlan, MixerPlan};
 use crate::blocks::attend::SCORES_AT_ONCE;
+use crate::blocks::int8_matrix::EXPANDED_AT_ONCE;
 use crate::blocks::prefill_attention::takes_heads;
 use crate::chunk::chunk_tokens;
 
@@ -64,7 +65,11 @@ pub(super) fn workspace_bytes(plan: &DecoderPlan, context: usize, options: &Load
     let stream = tokens * plan.hidden * element * 6;
     // One row of logits, in the model's dtype and in F32.
     let logits = plan.vocab * (element + 4);
-    experts.max().unwrap_or(0) + (mixer.max().unwrap_or(0) + stream + logits) as u64
+    let expanded = match options.dense {
+        DenseFormat::Plain => 0,
+        DenseFormat::Int8 => EXPANDED_AT_ONCE * element,
+    };
+    experts.max().unwrap_or(0) + (expanded + mixer.max().unwrap_or(0) + stream + logits) as u64
 }
 
 #[cfg(test)]

@@ -3,6 +3,7 @@
 mod config;
 mod dense;
 mod files;
+mod format;
 mod gguf;
 mod layers;
 mod memory;
@@ -11,6 +12,7 @@ mod open;
 pub use config::ConfigFile;
 pub use dense::DenseWeights;
 pub(crate) use files::ModelFiles;
+pub use format::DenseFormat;
 pub(crate) use layers::Builder;
 pub use memory::DeviceMemory;
 pub(crate) use open::open_decoder;

@@ -8,7 +8,7 @@ use comoe_core::store::{Checkpoint, ConvertOptions, ExpertStore, Naming};
 use comoe_core::{CacheOptions, CudaOptions, ExpertCache, ExpertFormat, cuda_memory};
 
 use super::memory::{DeviceMemory, workspace_bytes};
-use super::{DenseWeights, ModelFiles, Progress};
+use super::{DenseFormat, DenseWeights, ModelFiles, Progress};
 use crate::arch::{self, DecoderPlan, MoePlan};
 use crate::decoder::Decoder;
 use crate::error::{Error, Result};
@@ -22,6 +22,8 @@ pub struct LoadOptions {
     /// What the dense part computes in, and what activations are between blocks: F32 everywhere, or BF16 on a GPU. BF16
     /// weights are widened exactly.
     pub dtype: DType,
+    /// How the projections outside the experts are held.
+    pub dense: DenseFormat,
     /// Longest sequence, prompt and answer together, in tokens; `None` is the model's limit or [`DEFAULT_CONTEXT`],
     /// whichever is less.
     pub context: Option<usize>,
@@ -39,6 +41,7 @@ impl Default for LoadOptions {
     fn default() -> Self {
         Self {
             dtype: DType::F32,
+            dense: DenseFormat::default(),
             context: None,
             cache: CacheOptions::default(),
             format: None,
@@ -85,7 +88,8 @@ pub(crate) fn open_decoder(
     let format = Some(store.format());
     let notes = store.notes().to_vec();
     let top_k = plan.moe_layers().map(|(_, moe)| moe.router.top_k).max().unwrap_or(0);
-    let mut weights = DenseWeights::new(&checkpoint, &naming, options.dtype, device, progress)?;
+    let weights = DenseWeights::new(&checkpoint, &naming, options.dtype, device, progress)?;
+    let mut weights = weights.with_format(options.dense, &plan)?;
     let memory = match device {
         Device::Cuda(_) => Some(DeviceMemory {
             free: cuda_memory(device)?.0,

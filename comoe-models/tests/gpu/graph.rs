@@ -13,13 +13,13 @@ use comoe_models::{
 use crate::tiny::{GPU, checkout, converted, prompts, tiny};
 
 /// Tokens that follow a prompt.
-struct Run {
+pub(crate) struct Run {
     tokens: Vec<u32>,
     /// Bits of all keys and values.
     kept: Vec<u32>,
     /// Steps that were replayed.
-    replayed: usize,
-    note: Option<String>,
+    pub(crate) replayed: usize,
+    pub(crate) note: Option<String>,
 }
 
 /// Bits of what `kv` holds of its tokens. Every layer's input is in it, of every token.
@@ -32,7 +32,7 @@ fn kept(kv: &KvCache) -> Vec<u32> {
     kv.tensors().flat_map(bits).collect()
 }
 
-fn decode(decoder: &Decoder, prompt: &[u32], n: usize, options: &SamplerOptions, graph: bool) -> Run {
+pub(crate) fn decode(decoder: &Decoder, prompt: &[u32], n: usize, options: &SamplerOptions, graph: bool) -> Run {
     let mut kv = decoder.new_kv().expect("a KV cache");
     let mut steps = DeviceSteps::of(decoder).expect("memory").expect("fused steps");
     steps.begin(options, prompt).expect("options");
@@ -55,7 +55,7 @@ fn decode(decoder: &Decoder, prompt: &[u32], n: usize, options: &SamplerOptions,
     Run { tokens, kept: kept(&kv), replayed: steps.replayed(), note: steps.note().map(str::to_owned) }
 }
 
-fn same(have: &Run, want: &Run, what: &str) {
+pub(crate) fn same(have: &Run, want: &Run, what: &str) {
     let differs = have.tokens.iter().zip(&want.tokens).position(|(a, b)| a != b);
     assert_eq!((have.tokens.len(), differs), (want.tokens.len(), None), "{what}: tokens");
     assert!(have.kept == want.kept, "{what}: keys and values differ in bits");
@@ -65,7 +65,7 @@ fn open(options: &LoadOptions) -> Decoder {
     Decoder::open(&tiny(), &GPU, options, &|_| {}).expect("comoe-tiny loads")
 }
 
-fn drawn(seed: u64) -> SamplerOptions {
+pub(crate) fn drawn(seed: u64) -> SamplerOptions {
     SamplerOptions {
         temperature: 1.0,
         top_k: Some(200),

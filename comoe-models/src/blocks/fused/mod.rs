@@ -17,6 +17,7 @@ use cudarc::driver::{CudaEvent, CudaStream, DevicePtr, sys};
 
 pub(super) use self::mixers::Heads;
 use super::arena::Arena;
+use super::int8_matrix::Int8Matrix;
 use super::router::OnDevice;
 use crate::arch::{DecoderPlan, MixerPlan, RouterPlan};
 use crate::cuda::{
@@ -230,6 +231,7 @@ pub(crate) fn address(t: &Tensor, stream: &CudaStream) -> Result<u64> {
         candle_core::bail!("a tensor of a fused step is on {:?}", t.device().location());
     };
     let base = match &storage.slice {
+        S::U8(s) => s.device_ptr(stream).0,
         S::U32(s) => s.device_ptr(stream).0,
         S::BF16(s) => s.device_ptr(stream).0,
         S::F16(s) => s.device_ptr(stream).0,
@@ -360,18 +362,47 @@ impl Step<'_> {
 
     /// `x Wᵀ + b` for `W [out, in]`; the result has the weight's dtype.
     pub(super) fn linear(&self, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
-        let ((tokens, inputs), (outputs, wide)) = (x.dims2()?, weight.dims2()?);
+        let dtype = weight.dtype();
+        let bytes = weight.elem_count() * dtype.size_in_bytes();
+        let at = GemvWeight::Dense { data: self.at(weight)?, dtype };
+        self.product(x, at, weight.dims2()?, bias, dtype, bytes)
+    }
+
+    /// The same for a matrix in INT8; the result has its products' dtype.
+    pub(super) fn linear_int8(
+        &self,
+        x: &Tensor,
+        weight: &Int8Matrix,
+        bias: Option<&Tensor>,
+    ) -> Result<Tensor> {
+        let layout = weight.layout();
+        let weights = self.at(weight.packed())?;
+        let at = GemvWeight::Int8 { weights, scales: weights + layout.scales as u64 };
+        self.product(x, at, (layout.outputs, layout.inputs), bias, weight.dtype(), layout.bytes)
+    }
+
+    /// `bytes` are the matrix's.
+    fn product(
+        &self,
+        x: &Tensor,
+        weight: GemvWeight,
+        (outputs, wide): (usize, usize),
+        bias: Option<&Tensor>,
+        dtype: DType,
+        bytes: usize,
+    ) -> Result<Tensor> {
+        let (tokens, inputs) = x.dims2()?;
         if wide != inputs {
             candle_core::bail!("{inputs} columns times a matrix of {wide}");
         }
-        let y = self.rows((tokens, outputs), weight.dtype())?;
+        let y = self.rows((tokens, outputs), dtype)?;
         let args = GemvArgs {
             x: self.at(x)?,
             x_dtype: x.dtype(),
-            weight: GemvWeight::Dense { data: self.at(weight)?, dtype: weight.dtype() },
+            weight,
             bias: self.at_or_0(bias)?,
             y: self.at(&y)?,
-            y_dtype: y.dtype(),
+            y_dtype: dtype,
             tokens,
             inputs,
             outputs,
@@ -379,7 +410,6 @@ impl Step<'_> {
         // SAFETY: x, W, b and y are tensors of these shapes on the stream's GPU; weights are never written.
         unsafe { self.fused.kernels.gemv(&self.fused.stream, &args) }.map_err(failed)?;
         if self.fused.marks.borrow().is_some() {
-            let bytes = weight.elem_count() * weight.dtype().size_in_bytes();
             self.mark(&format!("matrix {outputs} x {inputs}"), bytes)?;
         }
         Ok(y)

@@ -3,10 +3,11 @@
 //! Planar, as the experts' INT8 is: all rows of q, then all rows of scales, both padded to 16 bytes, so that every load
 //! is aligned.
 
-use comoe_core::Result;
+use comoe_core::{Error, Result};
 use half::f16;
+use rayon::prelude::*;
 
-use super::bad;
+use super::cpu;
 
 /// Inputs that share a scale.
 pub const INT8_GROUP: usize = 128;
@@ -39,8 +40,8 @@ impl Int8Layout {
     }
 }
 
-/// Packs a row-major matrix `[outputs, inputs]`: the scale is the least f16 that is not below a group's largest
-/// magnitude over 127, so that none is clipped and no weight is off by more than half its scale.
+/// Packs a row-major matrix `[outputs, inputs]`, on every thread: the scale is the least f16 that is not below a group's
+/// largest magnitude over 127, so that none is clipped and no weight is off by more than half its scale.
 ///
 /// # Errors
 /// [`comoe_core::Error::BadArgument`] for another length, or a value that is not finite or above f16's reach
@@ -53,10 +54,11 @@ pub fn pack_int8(values: &[f32], outputs: usize, inputs: usize) -> Result<Vec<u8
     let layout = Int8Layout::new(outputs, inputs);
     let mut packed = vec![0u8; layout.bytes];
     let (weights, scales) = packed.split_at_mut(layout.scales);
-    let rows = values.chunks_exact(inputs);
-    let outs =
-        weights.chunks_exact_mut(layout.row_bytes).zip(scales.chunks_exact_mut(layout.scale_row_bytes));
-    for (r, (row, (weights, scales))) in rows.zip(outs).enumerate() {
+    let rows = values.par_chunks_exact(inputs);
+    let outs = weights
+        .par_chunks_exact_mut(layout.row_bytes)
+        .zip(scales.par_chunks_exact_mut(layout.scale_row_bytes));
+    rows.zip(outs).enumerate().try_for_each(|(r, (row, (weights, scales)))| {
         let groups = row.chunks(INT8_GROUP).zip(weights.chunks_mut(INT8_GROUP));
         for (g, ((group, to), scale_to)) in groups.zip(scales.as_chunks_mut::<2>().0).enumerate() {
             let largest = group.iter().fold(0f32, |m, v| if v.abs() <= m { m } else { v.abs() });
@@ -73,7 +75,8 @@ pub fn pack_int8(values: &[f32], outputs: usize, inputs: usize) -> Result<Vec<u8
                 *to = (q as i8).cast_unsigned();
             }
         }
-    }
+        Ok(())
+    })?;
     Ok(packed)
 }
 
@@ -82,21 +85,71 @@ pub fn pack_int8(values: &[f32], outputs: usize, inputs: usize) -> Result<Vec<u8
 /// # Errors
 /// [`comoe_core::Error::BadArgument`] for another length.
 pub fn unpack_int8(packed: &[u8], outputs: usize, inputs: usize) -> Result<Vec<f32>> {
-    let layout = Int8Layout::new(outputs, inputs);
+    unpack_rows(packed, &Int8Layout::new(outputs, inputs), 0, outputs)
+}
+
+/// Some rows of it.
+///
+/// # Errors
+/// [`comoe_core::Error::BadArgument`] for another length, or rows that are not there.
+pub(super) fn unpack_rows(packed: &[u8], layout: &Int8Layout, first: usize, rows: usize) -> Result<Vec<f32>> {
+    check_length(packed, layout)?;
+    if first + rows > layout.outputs {
+        let reason = format!("expected rows of {}, found {first} and {rows} on", layout.outputs);
+        return bad("packed INT8 matrix", reason);
+    }
+    let mut values = vec![0f32; rows * layout.inputs];
+    let work = values.len();
+    cpu::for_chunks(&mut values, layout.inputs, work, |r, values| {
+        for (values, (weights, scale)) in values.chunks_mut(INT8_GROUP).zip(groups(packed, layout, first + r))
+        {
+            for (value, q) in values.iter_mut().zip(weights) {
+                *value = scale * f32::from(q.cast_signed());
+            }
+        }
+    });
+    Ok(values)
+}
+
+/// `y = W x` for one `x [inputs]`. A group's products are summed before they are scaled, groups in ascending order.
+///
+/// # Errors
+/// [`comoe_core::Error::BadArgument`] for other lengths.
+pub(super) fn multiply(packed: &[u8], layout: &Int8Layout, x: &[f32]) -> Result<Vec<f32>> {
+    /// Outputs that a thread takes at a time.
+    const ROWS: usize = 16;
+    check_length(packed, layout)?;
+    if x.len() != layout.inputs {
+        return bad("x of an INT8 product", format!("expected {} values, found {}", layout.inputs, x.len()));
+    }
+    let mut y = vec![0f32; layout.outputs];
+    cpu::for_chunks(&mut y, ROWS, layout.outputs * layout.inputs, |chunk, y| {
+        for (i, y) in y.iter_mut().enumerate() {
+            let groups = groups(packed, layout, chunk * ROWS + i).zip(x.chunks(INT8_GROUP));
+            *y = groups.map(|((weights, scale), x)| scale * cpu::dot_bytes(weights, x)).sum();
+        }
+    });
+    Ok(y)
+}
+
+fn check_length(packed: &[u8], layout: &Int8Layout) -> Result<()> {
     if packed.len() != layout.bytes {
         let reason = format!("expected {} bytes, found {}", layout.bytes, packed.len());
         return bad("packed INT8 matrix", reason);
     }
+    Ok(())
+}
+
+/// The groups of a row: q and its scale.
+fn groups<'a>(packed: &'a [u8], layout: &Int8Layout, row: usize) -> impl Iterator<Item = (&'a [u8], f32)> {
     let (weights, scales) = packed.split_at(layout.scales);
-    let rows = weights.chunks_exact(layout.row_bytes).zip(scales.chunks_exact(layout.scale_row_bytes));
-    let value = |(weights, scales): (&[u8], &[u8])| -> Vec<f32> {
-        let scale = |c: usize| {
-            let at = 2 * (c / INT8_GROUP);
-            f16::from_le_bytes([scales[at], scales[at + 1]]).to_f32()
-        };
-        (0..inputs).map(|c| scale(c) * f32::from(weights[c].cast_signed())).collect()
-    };
-    Ok(rows.flat_map(value).collect())
+    let weights = &weights[row * layout.row_bytes..][..layout.inputs];
+    let scales = scales[row * layout.scale_row_bytes..].as_chunks::<2>().0;
+    weights.chunks(INT8_GROUP).zip(scales.iter().map(|s| f16::from_le_bytes(*s).to_f32()))
+}
+
+fn bad<T>(what: &'static str, reason: String) -> Result<T> {
+    Err(Error::BadArgument { what, reason })
 }
 
 /// The least f16 that is not below `v`; NaN for NaN, infinity where there is none.
@@ -145,5 +198,26 @@ mod tests {
             assert!(e.contains("row 1"), "{e}");
         }
         assert!(pack_int8(&[0.0; 5], 2, 2).is_err() && unpack_int8(&[0; 5], 2, 2).is_err());
+    }
+
+    #[test]
+    fn products_and_parts_are_those_of_what_is_unpacked() {
+        for (outputs, inputs) in [(1, 1), (5, 17), (40, 300), (3, 128)] {
+            let flat =
+                |shape: &[usize], seed| random(shape, seed).flatten_all().unwrap().to_vec1::<f32>().unwrap();
+            let layout = Int8Layout::new(outputs, inputs);
+            let packed = pack_int8(&flat(&[outputs, inputs], 3), outputs, inputs).unwrap();
+            let whole = unpack_int8(&packed, outputs, inputs).unwrap();
+            let x = flat(&[inputs], 4);
+            let y = multiply(&packed, &layout, &x).unwrap();
+            for (row, y) in whole.chunks(inputs).zip(y) {
+                let want: f64 = row.iter().zip(&x).map(|(w, x)| f64::from(*w) * f64::from(*x)).sum();
+                assert!((f64::from(y) - want).abs() < 1e-4, "{y} {want}");
+            }
+            let last = unpack_rows(&packed, &layout, outputs - 1, 1).unwrap();
+            assert_eq!(last, whole[(outputs - 1) * inputs..]);
+            assert!(unpack_rows(&packed, &layout, outputs, 1).is_err());
+            assert!(multiply(&packed, &layout, &[]).is_err());
+        }
     }
 }
