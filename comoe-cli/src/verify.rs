@@ -1,8 +1,9 @@
 //! `comoe verify`: whether a packed file is as it was written.
 
+use std::time::Instant;
+
 use comoe_core::stats::human_bytes;
 use comoe_core::store::PackedFile;
-use indicatif::HumanDuration;
 
 use crate::args::VerifyArgs;
 use crate::error::{Error, Result};
@@ -16,7 +17,7 @@ use crate::output::Answers;
 pub(crate) fn run(args: &VerifyArgs) -> Result<()> {
     let packed = PackedFile::open(&args.file).map_err(Error::Core)?;
     let bar = Bar::new();
-    let started = std::time::Instant::now();
+    let started = Instant::now();
     let found = packed.verify(Some(&|done, total| bar.verifying(done, total)));
     bar.clear();
     let found = found?;
@@ -26,12 +27,12 @@ pub(crate) fn run(args: &VerifyArgs) -> Result<()> {
     }
     let mut out = Answers::new();
     out.piece(&format!(
-        "{}: {} experts and {} other tensors and files as they were written, {} in {}",
+        "{}: {} experts and {} other tensors and files as they were written, {} read in {:.1} s",
         args.file.display(),
         found.experts,
         found.others,
         human_bytes(found.bytes),
-        HumanDuration(started.elapsed())
+        started.elapsed().as_secs_f64()
     ));
     out.end()
 }

@@ -129,7 +129,8 @@ fn a_flipped_bit_is_found_and_named() {
         verify(&file)
     };
     let name = file.to_str().unwrap();
-    flipped(&[at("comoe.layers.1.experts.5") + 700]).fails(1, &[name, "one part differs", "layer 1 expert 5"]);
+    flipped(&[at("comoe.layers.1.experts.5") + 700])
+        .fails(1, &[name, "one part differs", "layer 1 expert 5"]);
     flipped(&[whole.len() - 1]).fails(1, &["file tokenizer"]);
     flipped(&[at("model.norm.weight"), at("comoe.layers.2.experts.7")])
         .fails(1, &["2 parts", "layer 2 expert 7", "tensor model.norm.weight"]);
@@ -155,7 +156,11 @@ fn a_truncated_file_is_refused() {
     // Experts alone are no model.
     let cache = tempfile::tempdir().unwrap();
     let mut command = comoe();
-    command.env("COMOE_CACHE", cache.path()).arg("generate").arg(model()).args(["--prompt=x", "--format=int8"]);
+    command
+        .env("COMOE_CACHE", cache.path())
+        .arg("generate")
+        .arg(model())
+        .args(["--prompt=x", "--format=int8"]);
     assert!(Running::start(&mut command).finish().status.success());
     let experts = names(cache.path()).into_iter().find(|n| n.starts_with("experts-")).unwrap();
     let experts = cache.path().join(experts);
@@ -183,7 +188,8 @@ fn a_write_that_fails_leaves_nothing() {
     let mut command = std::process::Command::new("sh");
     command.env("PROGRAM", env!("CARGO_BIN_EXE_comoe")).env("MODEL", model()).env("FILE", &file);
     // In units of 512 or 1024 bytes: either way less than the file.
-    command.args(["-c", "trap '' XFSZ; ulimit -f 50; exec \"$PROGRAM\" pack \"$MODEL\" --quiet -o \"$FILE\""]);
+    command
+        .args(["-c", "trap '' XFSZ; ulimit -f 50; exec \"$PROGRAM\" pack \"$MODEL\" --quiet -o \"$FILE\""]);
     command.stdout(std::process::Stdio::piped()).stderr(std::process::Stdio::piped());
     Running::start(&mut command).finish().fails(1, &["m.safetensors", "File too large"]);
     assert_eq!(names(folder.path()), [""; 0]);

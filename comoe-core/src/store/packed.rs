@@ -209,12 +209,8 @@ impl<'a> PackedTensor<'a> {
             );
             return Err(Error::bad_tensor(name, reason));
         };
-        let meta = TensorMeta {
-            name: name.to_owned(),
-            dtype,
-            shape: view.shape.to_vec(),
-            bytes: view.bytes.len(),
-        };
+        let meta =
+            TensorMeta { name: name.to_owned(), dtype, shape: view.shape.to_vec(), bytes: view.bytes.len() };
         Ok(Self { meta, bytes: view.bytes })
     }
 

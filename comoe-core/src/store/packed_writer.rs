@@ -105,7 +105,8 @@ impl PackedWriter {
         match self.tensors.get(index) {
             Some(tensor) if tensor.bytes == bytes.len() => self.put(self.directory.len() + index, bytes),
             found => {
-                let expected = found.map_or_else(|| "none of that number".to_owned(), |t| t.bytes.to_string());
+                let expected =
+                    found.map_or_else(|| "none of that number".to_owned(), |t| t.bytes.to_string());
                 let reason = format!("number {index}, {} bytes: expected {expected}", bytes.len());
                 Err(Error::BadArgument { what: "tensor", reason })
             }

@@ -153,7 +153,8 @@ pub(super) fn packed_of(path: &Path) -> Result<Option<PackedFile>> {
     }
     let file = PackedFile::open(path)?;
     if !file.is_model() {
-        let reason = "holds experts only, and no model; give a file that `comoe pack` wrote, or the model's folder";
+        let reason =
+            "holds experts only, and no model; give a file that `comoe pack` wrote, or the model's folder";
         return Err(Error::bad_file(path, reason));
     }
     Ok(Some(file))
