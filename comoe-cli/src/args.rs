@@ -43,6 +43,10 @@ pub(crate) enum Command {
     Generate(GenerateArgs),
     /// Fetch a model from the hub, or what is new of it; prints its folder.
     Pull(PullArgs),
+    /// Write a model as one file, its experts in one format: it starts without conversion.
+    Pack(PackArgs),
+    /// Compare a packed file with its checksums.
+    Verify(VerifyArgs),
     /// List the families that work, and the models that are here.
     Models(ModelsArgs),
     /// Write the logits of some tokens to a file, to compare engines.
@@ -68,6 +72,28 @@ pub(crate) struct PullArgs {
     /// Print nothing but the folder, and errors
     #[arg(long, short)]
     pub(crate) quiet: bool,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct PackArgs {
+    /// Folder of the model, its name on the hub, or a packed file [default: comoe-tiny, which comes with CoMoE]
+    pub(crate) model: Option<PathBuf>,
+    /// How experts are stored: source (what fits the checkpoint best), bf16, mxfp4, int8 or int4; int4-g32 chooses the
+    /// group too
+    #[arg(long, value_name = "FORMAT", default_value = "source", value_parser = parse_format)]
+    pub(crate) format: Format,
+    /// File to write, which must not be there yet [default: NAME-FORMAT.safetensors in this folder]
+    #[arg(long, short, value_name = "FILE")]
+    pub(crate) output: Option<PathBuf>,
+    /// Print nothing but the file's name, and errors
+    #[arg(long, short)]
+    pub(crate) quiet: bool,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct VerifyArgs {
+    /// A file that `comoe pack` wrote, or one of converted experts
+    pub(crate) file: PathBuf,
 }
 
 #[derive(Debug, Args)]
@@ -124,8 +150,8 @@ pub(crate) struct GenerateArgs {
 /// Which model, and how its experts are kept.
 #[derive(Debug, Args)]
 pub(crate) struct ModelArgs {
-    /// Folder of the model, or its name on the hub, ORG/NAME or ORG/NAME@REVISION, which is fetched when it is not here
-    /// yet [default: comoe-tiny, which comes with CoMoE]
+    /// Folder of the model, a packed or GGUF file, or a name on the hub, ORG/NAME or ORG/NAME@REVISION, which is fetched
+    /// when it is not here yet [default: comoe-tiny, which comes with CoMoE]
     pub(crate) model: Option<PathBuf>,
     /// Where to compute: cpu, cuda, cuda:N, or auto, which takes the first GPU and else the CPU
     #[arg(long, value_name = "DEVICE", default_value = "auto", help_heading = "Device")]

@@ -19,7 +19,10 @@ pub(crate) enum Error {
     )]
     NoModelFolder { path: PathBuf, source: io::Error },
 
-    #[error("{} is a file; give the folder of a model, with config.json in it, or a .gguf file", path.display())]
+    #[error(
+        "{} is a file; give the folder of a model, with config.json in it, a file that `comoe pack` wrote, or a .gguf file",
+        path.display()
+    )]
     ModelIsAFile { path: PathBuf },
 
     #[error(
@@ -27,6 +30,20 @@ pub(crate) enum Error {
         places.iter().map(|p| p.display().to_string()).collect::<Vec<_>>().join(", ")
     )]
     NoBundledModel { places: Vec<PathBuf> },
+
+    #[error("{}: a packed file is a safetensors file: give it a name that ends in .safetensors", path.display())]
+    PackName { path: PathBuf },
+
+    #[error("{}: is there already; remove it, or give another name with --output", path.display())]
+    PackExists { path: PathBuf },
+
+    #[error(
+        "{}: {} from what was written: {}; pack the model again, and have the disk checked",
+        path.display(),
+        match parts.len() { 1 => "one part differs".to_owned(), n => format!("{n} parts differ") },
+        first_of(parts)
+    )]
+    Differs { path: PathBuf, parts: Vec<String> },
 
     /// An option whose value no model could make right.
     #[error("{0}")]
@@ -98,6 +115,7 @@ impl Error {
             Self::Usage(_)
             | Self::BatchPolicy { .. }
             | Self::DecodeTooMany { .. }
+            | Self::PackName { .. }
             | Self::Hub(crate::hub::Error::BadName { .. }) => ExitCode::from(USAGE),
             _ => ExitCode::from(FAILED),
         }
@@ -120,6 +138,16 @@ impl Error {
             io::ErrorKind::BrokenPipe => Self::OutputClosed,
             _ => Self::Output(source),
         }
+    }
+}
+
+/// The first of a list that may be long, and how many more there are.
+fn first_of(parts: &[String]) -> String {
+    const SHOWN: usize = 8;
+    let shown = parts.iter().take(SHOWN).cloned().collect::<Vec<_>>().join(", ");
+    match parts.len().saturating_sub(SHOWN) {
+        0 => shown,
+        more => format!("{shown} and {more} more"),
     }
 }
 

@@ -146,7 +146,7 @@ fn default_capacity(device: &Device) -> Capacity {
 impl<M: AsRef<Decoder>> Loaded<M> {
     /// The model's name: that on the hub, or that of its folder.
     pub(crate) fn name(&self) -> String {
-        hub::name_of_snapshot(&self.folder).unwrap_or_else(|| name_of(&self.folder))
+        name_of_model(&self.folder)
     }
 
     /// Keeps what prefetching learned for the next run.
@@ -223,6 +223,11 @@ impl<M: AsRef<Decoder>> Loaded<M> {
     }
 }
 
+/// A model's name: that on the hub, or that of its folder or file.
+pub(crate) fn name_of_model(path: &Path) -> String {
+    hub::name_of_snapshot(path).unwrap_or_else(|| name_of(path))
+}
+
 /// Last part of a path, also of `.` and the like.
 fn name_of(folder: &Path) -> String {
     let full = folder.canonicalize().unwrap_or_else(|_| folder.to_owned());
@@ -234,18 +239,18 @@ const PATIENCE: Duration = Duration::from_millis(300);
 
 /// Progress of loading, drawn where a person watches. Clones are the same bar.
 #[derive(Clone)]
-struct Bar {
+pub(crate) struct Bar {
     bar: ProgressBar,
     started: Instant,
 }
 
 impl Bar {
-    fn new() -> Self {
+    pub(crate) fn new() -> Self {
         let target = if watched() { ProgressDrawTarget::stderr() } else { ProgressDrawTarget::hidden() };
         Self { bar: ProgressBar::with_draw_target(None, target), started: Instant::now() }
     }
 
-    fn show(&self, progress: Progress) {
+    pub(crate) fn show(&self, progress: Progress) {
         if self.started.elapsed() < PATIENCE {
             return;
         }
@@ -269,6 +274,14 @@ impl Bar {
         }
     }
 
+    /// Reports come from several threads, in any order.
+    pub(crate) fn verifying(&self, done: u64, total: u64) {
+        if self.started.elapsed() >= PATIENCE {
+            let done = self.bar.position().max(done);
+            self.bytes("reading {wide_bar} {bytes} of {total_bytes} {eta:>4}", done, total);
+        }
+    }
+
     /// Drawn at once: it is not known how long it takes.
     fn preparing(&self) {
         self.bar.set_style(style(
@@ -285,7 +298,7 @@ impl Bar {
         self.bar.set_position(done);
     }
 
-    fn clear(&self) {
+    pub(crate) fn clear(&self) {
         self.bar.finish_and_clear();
         let _ = std::io::stderr().flush();
     }

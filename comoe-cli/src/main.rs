@@ -15,6 +15,7 @@ mod logits;
 mod model_path;
 mod models;
 mod output;
+mod pack;
 mod places;
 mod predictor;
 mod pull;
@@ -24,6 +25,7 @@ mod size;
 mod sys;
 mod talk;
 mod trace;
+mod verify;
 
 use std::process::ExitCode;
 
@@ -49,6 +51,8 @@ fn main() -> ExitCode {
         Command::Chat(args) => chat::run(args),
         Command::Generate(args) => generate::run(args),
         Command::Pull(args) => pull::run(args),
+        Command::Pack(args) => pack::run(args),
+        Command::Verify(args) => verify::run(args),
         Command::Models(args) => models::run(args),
         Command::Logits(args) => logits::run(args),
         Command::Doctor(args) => doctor::run(args),

@@ -2,6 +2,8 @@
 
 use std::path::{Path, PathBuf};
 
+use comoe_core::store::PackedFile;
+
 use crate::error::{Error, Result};
 use crate::hub::{self, RepoName};
 
@@ -10,7 +12,7 @@ pub(crate) const BUNDLED: &str = "comoe-tiny";
 /// The file that makes a folder a model.
 const CONFIG: &str = "config.json";
 
-/// The folder (or GGUF file) of the model asked for, or of comoe-tiny when none is. A model of the hub is fetched if need be.
+/// The folder (or packed or GGUF file) of the model asked for, or of comoe-tiny when none is. A model of the hub is fetched if need be.
 pub(crate) fn find(asked: Option<&Path>, quiet: bool) -> Result<PathBuf> {
     match asked {
         // A folder that is there goes before a name on the hub, as in transformers.
@@ -35,8 +37,20 @@ fn named(path: &Path) -> Option<RepoName> {
 fn given(path: &Path) -> Result<PathBuf> {
     match std::fs::metadata(path) {
         Err(source) => Err(Error::NoModelFolder { path: path.to_owned(), source }),
-        Ok(meta) if !meta.is_dir() && !is_gguf(path) => Err(Error::ModelIsAFile { path: path.to_owned() }),
+        Ok(meta) if !meta.is_dir() && !is_gguf(path) => packed(path),
         Ok(_) => Ok(path.to_owned()),
+    }
+}
+
+/// A packed file that is whole, as far as its header tells.
+fn packed(path: &Path) -> Result<PathBuf> {
+    if path.extension().is_none_or(|e| e != "safetensors") {
+        return Err(Error::ModelIsAFile { path: path.to_owned() });
+    }
+    match PackedFile::open(path) {
+        Ok(_) => Ok(path.to_owned()),
+        Err(comoe_core::Error::NotPacked { .. }) => Err(Error::ModelIsAFile { path: path.to_owned() }),
+        Err(e) => Err(e.into()),
     }
 }
 
@@ -115,14 +129,22 @@ mod tests {
     }
 
     #[test]
-    fn a_folder_given_must_be_one_and_a_file_a_gguf_file() {
+    fn a_folder_given_must_be_one_and_a_file_one_that_is_a_model() {
         let root = tempfile::tempdir().unwrap();
         assert_eq!(given(root.path()).unwrap(), root.path());
+        let shard = b"\x02\0\0\0\0\0\0\0{}";
+        for (name, bytes) in [("model.safetensors", &shard[..]), ("model.bin", b"")] {
+            let file = root.path().join(name);
+            assert!(matches!(given(&file), Err(Error::NoModelFolder { .. })));
+            std::fs::write(&file, bytes).unwrap();
+            let e = given(&file).unwrap_err().to_string();
+            assert!(e.contains(name) && e.contains("folder") && e.contains(".gguf"), "{e}");
+        }
+        // A packed file that is not all there says so.
         let file = root.path().join("model.safetensors");
-        assert!(matches!(given(&file), Err(Error::NoModelFolder { .. })));
-        std::fs::write(&file, "").unwrap();
+        std::fs::write(&file, &shard[..9]).unwrap();
         let e = given(&file).unwrap_err().to_string();
-        assert!(e.contains("model.safetensors") && e.contains("folder") && e.contains(".gguf"), "{e}");
+        assert!(e.contains("truncated"), "{e}");
         let gguf = root.path().join("model.GGUF");
         assert!(given(&gguf).is_err());
         std::fs::write(&gguf, "").unwrap();

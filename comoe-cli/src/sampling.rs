@@ -20,8 +20,8 @@ pub(crate) fn check(args: &SamplerArgs) -> Result<()> {
 /// The options in force for the model in `folder`. Without `--seed` every call has another.
 pub(crate) fn options(args: &SamplerArgs, folder: &Path) -> Result<SamplerOptions> {
     let path = folder.join(DEFAULTS);
-    let defaults =
-        if path.exists() { defaults(&ConfigFile::read(&path)?)? } else { SamplerOptions::default() };
+    let file = ConfigFile::of_model_file(folder, DEFAULTS)?;
+    let defaults = file.map_or_else(|| Ok(SamplerOptions::default()), |file| defaults(&file))?;
     let options = over(args, defaults);
     options.check().map_err(|e| match e {
         comoe_models::Error::BadOption { option, value, expected } => Error::BadDefault {

@@ -63,6 +63,26 @@ pub enum Error {
         shard: PathBuf,
     },
 
+    /// A file that is no packed store.
+    #[error("{}: is no packed store; give a file that `comoe pack` wrote", path.display())]
+    NotPacked {
+        /// The file.
+        path: PathBuf,
+    },
+
+    /// There is no room for a file that is being written. Nothing of it is left.
+    #[error(
+        "{}: the disk is full; the file takes {} in all: make room, or choose a folder on another disk",
+        path.display(),
+        crate::stats::human_bytes(*bytes)
+    )]
+    DiskFull {
+        /// The file.
+        path: PathBuf,
+        /// Its length when it is whole.
+        bytes: u64,
+    },
+
     /// A packed store of a version that this build does not read.
     #[error(
         "{}: packed store of version {found}, this build reads {known}; update comoe, or delete the file and \

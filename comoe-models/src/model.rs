@@ -22,8 +22,8 @@ pub struct Model {
 
 impl Model {
     /// Loads a folder in Hugging Face layout: `config.json`, `tokenizer.json`, safetensors shards and, where there
-    /// are such, `generation_config.json`, `tokenizer_config.json` and `chat_template.jinja`; or a GGUF file, which has
-    /// all of these.
+    /// are such, `generation_config.json`, `tokenizer_config.json` and `chat_template.jinja`; or a packed file or a
+    /// GGUF file, which have all of these.
     ///
     /// # Errors
     /// Names the file, tensor or field that is missing or wrong, and what would work.

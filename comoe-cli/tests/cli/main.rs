@@ -10,6 +10,7 @@ mod logits;
 #[cfg(target_os = "linux")]
 mod memory;
 mod models;
+mod pack;
 mod predictor;
 mod program;
 #[cfg(target_os = "linux")]

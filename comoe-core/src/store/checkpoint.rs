@@ -13,6 +13,7 @@ use serde::Deserialize;
 use serde::de::{MapAccess, Visitor};
 
 use super::gguf::{Ggml, Gguf};
+use super::packed::{is_packed, is_reserved};
 use super::shard::Shard;
 use crate::error::{Error, Result};
 
@@ -163,7 +164,9 @@ impl Checkpoint {
         let shards = files.iter().map(|f| Shard::open(f.as_ref())).collect::<Result<Vec<_>>>()?;
         let mut tensors = BTreeMap::<String, Located>::new();
         for (number, shard) in shards.iter().enumerate() {
-            for (name, info) in shard.tensors() {
+            // Of a packed model, the weights that are no expert's.
+            let hidden = |name: &str| is_packed(shard) && is_reserved(name);
+            for (name, info) in shard.tensors().iter().filter(|(name, _)| !hidden(name)) {
                 let located = locate(number, info.dtype, &info.shape, info.range.clone());
                 match tensors.entry(name.clone()) {
                     Entry::Vacant(free) => free.insert(located),

@@ -9,7 +9,7 @@ use rayon::prelude::*;
 use super::experts::{ExpertStore, Origin};
 use super::gather::Loss;
 use super::memory::MemorySource;
-use super::packed::{PackedFile, PackedInfo, PackedLayer};
+use super::packed::{PackedFile, PackedInfo, PackedLayer, PackedTensor, sort_tensors};
 use super::packed_writer::PackedWriter;
 use super::{Directory, RecordIndex};
 use crate::error::{Error, Result};
@@ -66,22 +66,13 @@ impl ExpertStore {
         }
         let recipe = format!("{PACKING} {format} {:?}", self.specs);
         let key = self.key().map(|key| key.with(recipe.as_bytes()));
-        let info = PackedInfo {
-            format,
-            layers: self
-                .directory()
-                .layers()
-                .iter()
-                .zip(self.specs())
-                .map(|(entry, spec)| PackedLayer { layer: entry.layer, experts: entry.experts, spec: *spec })
-                .collect(),
-            source: key.map_or_else(String::new, |key| key.to_string()),
-        };
+        let info = self.packed_info(format, key.map_or_else(String::new, |key| key.to_string()));
         let layouts = info.layouts();
         let measure = format != ExpertFormat::Bf16 && self.is_quantised();
         let loss = Mutex::new(Loss::default());
         let directory = info.directory()?;
-        let converter = Converter { store: &self, layouts: &layouts, directory, options, measure, loss };
+        let progress = options.progress;
+        let converter = Converter { store: &self, layouts: &layouts, directory, progress, measure, loss };
         let (origin, note) = match options.cache_dir.as_ref().filter(|_| key.is_some()) {
             None => {
                 let source = Arc::new(converter.to_memory()?);
@@ -97,7 +88,7 @@ impl ExpertStore {
                         if let Some(reason) = reason {
                             tracing::warn!("converting again, since {reason}");
                         }
-                        converter.to_file(&path, &info)?;
+                        converter.to_file(&path, &info, &[])?;
                         (PackedFile::open(&path)?, "written to")
                     }
                 };
@@ -115,6 +106,66 @@ impl ExpertStore {
         }
         Ok(Self { origin, layouts, format, notes, ..self })
     }
+
+    /// Writes the experts in `format`, and `tensors` behind them, to the packed file `path`: on all threads, with a few
+    /// records per thread in memory, and under that name only once it is whole. The same experts and tensors give the
+    /// same bytes. `progress` hears of the experts written and the experts in all, from several threads, in any order.
+    ///
+    /// # Errors
+    /// [`Error::Io`], [`Error::DiskFull`]; [`Error::BadTensor`] and [`Error::FillFailed`] as
+    /// [`Self::into_format_with`] has them.
+    pub fn pack(
+        &self,
+        path: &Path,
+        format: ExpertFormat,
+        mut tensors: Vec<PackedTensor<'_>>,
+        progress: Option<&(dyn Fn(usize, usize) + Sync)>,
+    ) -> Result<PackReport> {
+        // Times of files are part of a key, and would be of the bytes.
+        let info = self.packed_info(format, String::new());
+        let (layouts, directory) = (info.layouts(), info.directory()?);
+        let measure = format != self.format && format != ExpertFormat::Bf16 && self.is_quantised();
+        let loss = Mutex::new(Loss::default());
+        let converter = Converter { store: self, layouts: &layouts, directory, progress, measure, loss };
+        sort_tensors(&mut tensors);
+        converter.to_file(path, &info, &tensors)?;
+        let lost = converter.loss.into_inner().unwrap_or_else(PoisonError::into_inner).relative();
+        Ok(PackReport {
+            experts: converter.directory.len(),
+            expert_bytes: converter.directory.total_bytes(),
+            other_bytes: tensors.iter().map(|t| t.bytes.len() as u64).sum(),
+            requantisation_error: measure.then_some(lost),
+        })
+    }
+
+    /// Bytes of all records, were they in `format`.
+    ///
+    /// # Errors
+    /// As [`PackedInfo::directory`].
+    pub fn bytes_in(&self, format: ExpertFormat) -> Result<u64> {
+        Ok(self.packed_info(format, String::new()).directory()?.total_bytes())
+    }
+
+    fn packed_info(&self, format: ExpertFormat, source: String) -> PackedInfo {
+        let layers = self.directory().layers().iter().zip(self.specs());
+        let layers = layers
+            .map(|(entry, spec)| PackedLayer { layer: entry.layer, experts: entry.experts, spec: *spec })
+            .collect();
+        PackedInfo { format, layers, source }
+    }
+}
+
+/// What [`ExpertStore::pack`] wrote.
+#[derive(Debug, Clone, PartialEq)]
+pub struct PackReport {
+    /// Experts in all layers.
+    pub experts: usize,
+    /// Bytes of their records.
+    pub expert_bytes: u64,
+    /// Bytes of the tensors behind them.
+    pub other_bytes: u64,
+    /// Root mean square of what quantised weights lost, relative to that of the weights, where they were quantised again.
+    pub requantisation_error: Option<f64>,
 }
 
 /// The store at `path` if it is what `info` says, or why it is not (`None`: it is not there).
@@ -134,7 +185,7 @@ struct Converter<'a> {
     layouts: &'a [ExpertLayout],
     /// The records to make.
     directory: Directory,
-    options: &'a ConvertOptions<'a>,
+    progress: Option<&'a (dyn Fn(usize, usize) + Sync)>,
     /// Whether what is lost of quantised weights is of interest.
     measure: bool,
     loss: Mutex<Loss>,
@@ -164,8 +215,9 @@ impl Converter<'_> {
         MemorySource::new(self.directory.clone(), records)
     }
 
-    fn to_file(&self, path: &Path, info: &PackedInfo) -> Result<()> {
-        let writer = PackedWriter::create(path, info)?;
+    fn to_file(&self, path: &Path, info: &PackedInfo, tensors: &[PackedTensor<'_>]) -> Result<()> {
+        let writer = PackedWriter::create_with(path, info, tensors)?;
+        tensors.par_iter().enumerate().try_for_each(|(at, t)| writer.write_tensor(at, t.bytes))?;
         let done = AtomicUsize::new(0);
         self.indices().try_for_each_init(
             || (Scratch::default(), Vec::new()),
@@ -187,6 +239,9 @@ impl Converter<'_> {
     fn convert(&self, record: RecordIndex, scratch: &mut Scratch, out: &mut [u8]) -> Result<()> {
         let ordinal = self.directory.ordinal_of(record);
         let layout = &self.layouts[ordinal];
+        if layout.format == self.store.format {
+            return self.store.source_ref().read(record, out);
+        }
         match &self.store.origin {
             Origin::Checkpoint(source) => {
                 let lost = source.pack(record, layout, self.measure, &mut scratch.values, out)?;
@@ -209,7 +264,7 @@ impl Converter<'_> {
 
     fn tell(&self, done: &AtomicUsize) {
         let done = done.fetch_add(1, Ordering::Relaxed) + 1;
-        if let Some(progress) = self.options.progress {
+        if let Some(progress) = self.progress {
             progress(done, self.directory.len());
         }
     }

@@ -91,7 +91,8 @@ impl ExpertStore {
     }
 
     /// A store of the records of a packed file.
-    pub fn from_packed(packed: PackedFile) -> Self {
+    pub fn from_packed(packed: impl Into<Arc<PackedFile>>) -> Self {
+        let packed = packed.into();
         let info = packed.info();
         Self {
             what: packed.path().display().to_string(),
@@ -100,7 +101,7 @@ impl ExpertStore {
             format: info.format,
             source_format: info.format,
             notes: Vec::new(),
-            origin: Origin::Packed(Arc::new(packed)),
+            origin: Origin::Packed(packed),
         }
     }
 

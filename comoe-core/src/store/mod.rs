@@ -12,6 +12,7 @@ mod naming;
 mod packed;
 #[cfg(test)]
 mod packed_tests;
+mod packed_verify;
 mod packed_writer;
 mod quant;
 mod shard;
@@ -22,13 +23,14 @@ mod testing;
 mod tests;
 
 pub use checkpoint::{Checkpoint, Encoding, TensorView};
-pub use convert::ConvertOptions;
+pub use convert::{ConvertOptions, PackReport};
 pub use directory::{Directory, LayerEntry, RecordIndex};
 pub use experts::ExpertStore;
 pub use gguf::{ARCHITECTURES, Ggml, GgmlType, Gguf, GgufValue};
 pub use memory::MemorySource;
 pub use naming::{ExpertTensor, Matrix, Naming, StackedLayout, TensorKind, TensorRole};
-pub use packed::{PackedFile, PackedInfo, PackedLayer};
+pub use packed::{PackedFile, PackedInfo, PackedLayer, PackedTensor};
+pub use packed_verify::{PackedPart, Verified};
 pub use packed_writer::PackedWriter;
 pub(crate) use packed_writer::write_whole;
 pub use quant::{Quantisation, QuantisedMatrix};

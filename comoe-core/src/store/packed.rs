@@ -7,18 +7,26 @@
 //! - The header's `__metadata__` has `comoe.version` (`1`), `comoe.format` (as `int4-g64`), `comoe.source` (the key of
 //!   what it was made from) and `comoe.layers`, a JSON list with what each layer's records compute.
 //!
+//! A packed *model* holds, after the records, the tensors that are no expert's, under their own names, and the model's
+//! other files (configuration, tokenizer, chat template) as U8 tensors `comoe.files.NAME`: byte for byte, and of any
+//! size, which a header is not. `comoe.crc32` has a checksum for every tensor in the order of the data, eight hexadecimal
+//! digits each, and `comoe.crc32.header` that of everything before the data, taken with its own digits as zeros.
+//!
 //! Tensors and metadata that are not known are ignored, so that later versions can add to a file; one that old
 //! readers would misread gets another version, which they refuse.
 
 use std::collections::BTreeMap;
+use std::ops::Range;
 use std::path::Path;
 
+use safetensors::Dtype;
 use serde::ser::SerializeMap;
 use serde::{Deserialize, Serialize, Serializer};
 
+use super::packed_verify::PackedPart;
 use super::shard::Shard;
 use super::survey::{MAX_DIM, MAX_EXPERTS};
-use super::{Checkpoint, Directory, RecordIndex, RecordSource, check_record_len};
+use super::{Checkpoint, Directory, Encoding, RecordIndex, RecordSource, TensorView, check_record_len};
 use crate::error::{Error, Result};
 use crate::expert::{Activation, ExpertId, ExpertLayout, ExpertSpec, RECORD_ALIGN, WeightOn};
 use crate::format::ExpertFormat;
@@ -29,7 +37,10 @@ const VERSION_KEY: &str = "comoe.version";
 const FORMAT_KEY: &str = "comoe.format";
 const SOURCE_KEY: &str = "comoe.source";
 const LAYERS_KEY: &str = "comoe.layers";
+const CHECKSUMS_KEY: &str = "comoe.crc32";
+const HEADER_CHECKSUM_KEY: &str = "comoe.crc32.header";
 const RECORD_PREFIX: &str = "comoe.layers.";
+const FILE_PREFIX: &str = "comoe.files.";
 /// Alignment of the data section.
 const DATA_ALIGN: usize = 4096;
 
@@ -79,20 +90,32 @@ impl PackedInfo {
         Directory::new(layers.map(|(l, layout)| (l.layer, l.experts, layout.record_bytes)))
     }
 
-    /// The file's bytes before the first record, padded so that the data section is aligned.
-    pub(super) fn header(&self, directory: &Directory) -> Result<Vec<u8>> {
+    /// The file's bytes before the first record, padded so that the data section is aligned. `checksums` has one number
+    /// for each record, then for each of `tensors`; its length does not depend on them.
+    pub(super) fn header(
+        &self,
+        directory: &Directory,
+        tensors: &[TensorMeta],
+        checksums: &[u32],
+    ) -> Result<Vec<u8>> {
         let layers: Vec<LayerMeta> = self.layers.iter().map(LayerMeta::from).collect();
         let metadata = BTreeMap::from([
             (VERSION_KEY, VERSION.to_string()),
             (FORMAT_KEY, self.format.to_string()),
             (SOURCE_KEY, self.source.clone()),
             (LAYERS_KEY, to_json(&layers)?),
+            (CHECKSUMS_KEY, checksums.iter().map(|sum| format!("{sum:08x}")).collect()),
+            (HEADER_CHECKSUM_KEY, NO_CHECKSUM.to_owned()),
         ]);
-        let json = to_json(&Header { metadata, directory })?;
+        let json = to_json(&Header { metadata, directory, tensors })?;
         let length = (8 + json.len()).next_multiple_of(DATA_ALIGN) - 8;
         let mut header = (length as u64).to_le_bytes().to_vec();
         header.extend(json.as_bytes());
         header.resize(8 + length, b' ');
+        if let Some(digits) = header_checksum_at(&header) {
+            let sum = format!("{:08x}", crc32fast::hash(&header));
+            header[digits].copy_from_slice(sum.as_bytes());
+        }
         Ok(header)
     }
 
@@ -134,30 +157,120 @@ fn record_name(id: ExpertId) -> String {
     format!("{RECORD_PREFIX}{}.experts.{}", id.layer, id.expert)
 }
 
+/// The name of the tensor that holds the file `name`.
+fn file_name(name: &str) -> String {
+    format!("{FILE_PREFIX}{name}")
+}
+
+/// Whether a tensor is one of the records or files of a packed store, and no weight under its own name.
+pub(super) fn is_reserved(name: &str) -> bool {
+    name.starts_with(RECORD_PREFIX) || name.starts_with(FILE_PREFIX)
+}
+
+/// The digits of a checksum that is not known yet.
+const NO_CHECKSUM: &str = "00000000";
+
+/// Where the header's own checksum has its digits in the file's first bytes.
+fn header_checksum_at(header: &[u8]) -> Option<Range<usize>> {
+    let before = format!("\"{HEADER_CHECKSUM_KEY}\":\"");
+    let at = header.windows(before.len()).position(|w| w == before.as_bytes())? + before.len();
+    (at + NO_CHECKSUM.len() <= header.len()).then(|| at..at + NO_CHECKSUM.len())
+}
+
+/// A tensor that a packed store holds beside its records.
+#[derive(Debug, Clone, PartialEq)]
+pub struct PackedTensor<'a> {
+    /// Its name and type.
+    pub(super) meta: TensorMeta,
+    /// Its elements, little endian.
+    pub(super) bytes: &'a [u8],
+}
+
+/// A tensor of the header: all but where it is.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) struct TensorMeta {
+    pub(super) name: String,
+    pub(super) dtype: Dtype,
+    pub(super) shape: Vec<usize>,
+    pub(super) bytes: usize,
+}
+
+impl<'a> PackedTensor<'a> {
+    /// A weight under its own name.
+    ///
+    /// # Errors
+    /// [`Error::BadTensor`] for one whose elements are coded as only a GGUF file can have them.
+    pub fn weight(name: &str, view: &TensorView<'a>) -> Result<Self> {
+        let Encoding::Plain(dtype) = view.encoding else {
+            let reason = format!(
+                "is {} in {}, which a packed file cannot hold; a .gguf file is one file already: give it as it is",
+                view.encoding,
+                view.file.display()
+            );
+            return Err(Error::bad_tensor(name, reason));
+        };
+        let meta =
+            TensorMeta { name: name.to_owned(), dtype, shape: view.shape.to_vec(), bytes: view.bytes.len() };
+        Ok(Self { meta, bytes: view.bytes })
+    }
+
+    /// Its elements, little endian.
+    pub fn bytes(&self) -> &'a [u8] {
+        self.bytes
+    }
+
+    /// One of the model's other files.
+    pub fn file(name: &str, bytes: &'a [u8]) -> Self {
+        let meta = TensorMeta {
+            name: file_name(name),
+            dtype: Dtype::U8,
+            shape: vec![bytes.len()],
+            bytes: bytes.len(),
+        };
+        Self { meta, bytes }
+    }
+}
+
+/// Orders `tensors` as they are written: wide elements first, so that each is aligned to its own size behind the
+/// records, then by name.
+pub(super) fn sort_tensors(tensors: &mut [PackedTensor<'_>]) {
+    tensors.sort_by(|a, b| {
+        let key = |t: &TensorMeta| (std::cmp::Reverse(t.dtype.bitsize()), is_reserved(&t.name));
+        key(&a.meta).cmp(&key(&b.meta)).then_with(|| a.meta.name.cmp(&b.meta.name))
+    });
+}
+
 struct Header<'a> {
     metadata: BTreeMap<&'static str, String>,
     directory: &'a Directory,
+    tensors: &'a [TensorMeta],
 }
 
 impl Serialize for Header<'_> {
     fn serialize<S: Serializer>(&self, serializer: S) -> std::result::Result<S::Ok, S::Error> {
-        let mut map = serializer.serialize_map(Some(1 + self.directory.len()))?;
+        let mut map = serializer.serialize_map(Some(1 + self.directory.len() + self.tensors.len()))?;
         map.serialize_entry("__metadata__", &self.metadata)?;
         let mut at = 0;
         for index in (0..self.directory.len() as u32).map(RecordIndex) {
             let bytes = self.directory.record_bytes(index);
-            let info = RecordMeta { dtype: "U8", shape: [bytes], data_offsets: [at, at + bytes] };
+            let info = Place { dtype: Dtype::U8, shape: &[bytes], data_offsets: [at, at + bytes] };
             map.serialize_entry(&record_name(self.directory.id(index)), &info)?;
             at += bytes;
+        }
+        for tensor in self.tensors {
+            let data_offsets = [at, at + tensor.bytes];
+            let info = Place { dtype: tensor.dtype, shape: &tensor.shape, data_offsets };
+            map.serialize_entry(&tensor.name, &info)?;
+            at += tensor.bytes;
         }
         map.end()
     }
 }
 
 #[derive(Serialize)]
-struct RecordMeta {
-    dtype: &'static str,
-    shape: [usize; 1],
+struct Place<'a> {
+    dtype: Dtype,
+    shape: &'a [usize],
     data_offsets: [usize; 2],
 }
 
@@ -234,12 +347,12 @@ impl PackedFile {
     /// Opens and checks a packed store. The records' bytes are not read.
     ///
     /// # Errors
-    /// [`Error::PackedVersion`] for another version; [`Error::TruncatedFile`], [`Error::BadFile`] or [`Error::Io`] for
-    /// a file that is no packed store, is not all there, or contradicts itself.
+    /// [`Error::NotPacked`], [`Error::PackedVersion`] for another version; [`Error::TruncatedFile`], [`Error::BadFile`] or [`Error::Io`] for
+    /// a file that is not all there, or contradicts itself.
     pub fn open(path: impl AsRef<Path>) -> Result<Self> {
         let shard = Shard::open(path.as_ref())?;
         if !is_packed(&shard) {
-            return Err(Error::bad_file(path.as_ref(), "is no packed store"));
+            return Err(Error::NotPacked { path: path.as_ref().to_owned() });
         }
         Self::from_shard(shard)
     }
@@ -301,12 +414,73 @@ impl PackedFile {
         self.shard.path()
     }
 
+    /// The bytes of one of the model's other files, such as `config.json`, where there is one of that name.
+    pub fn file(&self, name: &str) -> Option<&[u8]> {
+        Some(&self.shard.bytes()[self.shard.tensor(&file_name(name))?.range.clone()])
+    }
+
+    /// Whether the file is a model by itself: its configuration is in it.
+    pub fn is_model(&self) -> bool {
+        self.file("config.json").is_some()
+    }
+
     pub(super) fn shard(&self) -> &Shard {
         &self.shard
     }
+
+    /// What each stretch of the file is, in its order, and the checksum that was kept of it.
+    ///
+    /// # Errors
+    /// [`Error::BadFile`] for a file without checksums, or with others than its parts.
+    pub(super) fn checksums(&self) -> Result<Vec<(PackedPart, Range<usize>, u32)>> {
+        let path = self.path();
+        let Some(digits) = self.shard.metadata().get(CHECKSUMS_KEY) else {
+            return Err(Error::bad_file(path, "has no checksums: an older comoe wrote it; make it again"));
+        };
+        let bad = || damaged(path, "its checksums do not fit its parts");
+        let mut parts: Vec<(&String, Range<usize>)> =
+            self.shard.tensors().iter().map(|(name, t)| (name, t.range.clone())).collect();
+        parts.sort_by_key(|(_, range)| (range.start, range.end));
+        if !digits.is_ascii() || digits.len() != 8 * parts.len() {
+            return Err(bad());
+        }
+        let ids: BTreeMap<usize, ExpertId> = (0..self.directory.len() as u32)
+            .map(|index| (self.starts[index as usize], self.directory.id(RecordIndex(index))))
+            .collect();
+        let mut found = Vec::with_capacity(1 + parts.len());
+        let header = &self.shard.bytes()[..self.shard.data_start()];
+        let sum = header_checksum_at(header).and_then(|at| std::str::from_utf8(&header[at]).ok());
+        let sum = sum.and_then(|sum| u32::from_str_radix(sum, 16).ok()).ok_or_else(bad)?;
+        found.push((PackedPart::Header, 0..header.len(), sum));
+        for (at, (name, range)) in parts.into_iter().enumerate() {
+            let sum = u32::from_str_radix(&digits[8 * at..8 * at + 8], 16).map_err(|_| bad())?;
+            let part = match name.strip_prefix(FILE_PREFIX) {
+                Some(file) => PackedPart::File(file.to_owned()),
+                None if name.starts_with(RECORD_PREFIX) => {
+                    PackedPart::Expert(*ids.get(&range.start).ok_or_else(bad)?)
+                }
+                None => PackedPart::Tensor(name.clone()),
+            };
+            found.push((part, range, sum));
+        }
+        Ok(found)
+    }
+
+    /// The checksum of one of those stretches as it is now.
+    pub(super) fn checksum_of(&self, part: &PackedPart, range: Range<usize>) -> u32 {
+        let bytes = &self.shard.bytes()[range];
+        if *part != PackedPart::Header {
+            return crc32fast::hash(bytes);
+        }
+        let mut header = bytes.to_vec();
+        if let Some(digits) = header_checksum_at(bytes) {
+            header[digits].copy_from_slice(NO_CHECKSUM.as_bytes());
+        }
+        crc32fast::hash(&header)
+    }
 }
 
-fn is_packed(shard: &Shard) -> bool {
+pub(super) fn is_packed(shard: &Shard) -> bool {
     shard.metadata().contains_key(VERSION_KEY)
 }
 

@@ -256,3 +256,83 @@ fn a_writer_leaves_a_whole_file_or_none() {
     let nowhere = PackedWriter::create(folder.path().join("no/x"), &info(&store)).unwrap_err();
     assert!(matches!(nowhere, Error::Io { .. }), "{nowhere}");
 }
+
+#[test]
+fn tensors_and_files_lie_behind_the_records() {
+    let (_made, store) = store();
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("m.safetensors");
+    let shape = [2, 3];
+    let weight =
+        TensorView { encoding: Encoding::Plain(Dtype::BF16), shape: &shape, bytes: &[7; 12], file: &path };
+    let tensors = [
+        PackedTensor::weight("model.norm.weight", &weight).unwrap(),
+        PackedTensor::file("config.json", b"{}"),
+        PackedTensor::file("empty", b""),
+    ];
+    let records = all_records(&*store.source());
+    let writer = PackedWriter::create_with(&path, &info(&store), &tensors).unwrap();
+    for (index, record) in records.iter().enumerate() {
+        writer.write(RecordIndex(index as u32), record).unwrap();
+    }
+    writer.write_tensor(1, b"{}").unwrap();
+    for (index, bytes) in [(0, &b"short"[..]), (3, b"")] {
+        let error = writer.write_tensor(index, bytes).unwrap_err().to_string();
+        assert!(error.contains(&format!("number {index}")), "{error}");
+    }
+    // A part that is missing is named, and there is no file.
+    let error = writer.finish().unwrap_err().to_string();
+    assert!(error.contains("model.norm.weight was written 0 times"), "{error}");
+    assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0);
+
+    let files = vec![tensors[2].clone(), tensors[1].clone(), tensors[0].clone()];
+    let report = store.pack(&path, store.format(), files, None).unwrap();
+    assert_eq!((report.experts, report.other_bytes, report.requantisation_error), (8, 14, None));
+    assert_eq!(report.expert_bytes, store.bytes_in(store.format()).unwrap());
+    let packed = PackedFile::open(&path).unwrap();
+    assert_eq!(packed.file("config.json"), Some(&b"{}"[..]));
+    assert_eq!((packed.file("empty"), packed.file("none"), packed.is_model()), (Some(&b""[..]), None, true));
+    // A checkpoint of it has the weights and nothing else.
+    let checkpoint = Checkpoint::open(&[&path]).unwrap();
+    assert_eq!(checkpoint.names().collect::<Vec<_>>(), ["model.norm.weight"]);
+    assert_eq!(checkpoint.tensor("model.norm.weight").unwrap().bytes, [7; 12]);
+    let again = ExpertStore::open(&[&path], &Naming::auto()).unwrap();
+    assert_eq!(all_records(&*again.source()), records);
+}
+
+#[test]
+fn every_flipped_byte_is_found_in_its_part() {
+    let (_folder, path, _) = packed();
+    let whole = std::fs::read(&path).unwrap();
+    let found = PackedFile::open(&path).unwrap().verify(None).unwrap();
+    assert_eq!((found.experts, found.others, found.bytes), (8, 0, whole.len() as u64));
+    assert!(found.differing.is_empty());
+    let start = 8 + u64::from_le_bytes(*whole.first_chunk().unwrap()) as usize;
+    for at in (start..whole.len()).step_by(61) {
+        let mut bytes = whole.clone();
+        bytes[at] ^= 0x80;
+        std::fs::write(&path, bytes).unwrap();
+        let file = PackedFile::open(&path).unwrap();
+        let index = (at - start) / file.directory().record_bytes(RecordIndex(0));
+        let expected = PackedPart::Expert(file.directory().id(RecordIndex(index as u32)));
+        assert_eq!(file.verify(None).unwrap().differing, [expected], "{at}");
+    }
+    // Of the header, whatever can be read at all.
+    for at in 0..start {
+        let mut bytes = whole.clone();
+        bytes[at] ^= 1;
+        std::fs::write(&path, bytes).unwrap();
+        let Ok(file) = PackedFile::open(&path) else { continue };
+        assert!(file.verify(None).map_or(true, |found| !found.differing.is_empty()), "{at}");
+    }
+    edit_away_checksums(&path, &whole);
+    let error = PackedFile::open(&path).unwrap().verify(None).unwrap_err().to_string();
+    assert!(error.contains("no checksums"), "{error}");
+}
+
+fn edit_away_checksums(path: &Path, whole: &[u8]) {
+    std::fs::write(path, whole).unwrap();
+    edit(path, &[], |header| {
+        header["__metadata__"].as_object_mut().unwrap().remove("comoe.crc32");
+    });
+}

@@ -4,10 +4,13 @@ use std::fs::{File, OpenOptions};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use super::packed::PackedInfo;
+use super::packed::{PackedInfo, PackedTensor, TensorMeta};
 use super::{Directory, RecordIndex, check_record_len};
 use crate::error::{Error, Result};
 use crate::sys::write_all_at;
+
+/// Bytes written at once.
+const PIECE: usize = 1 << 20;
 
 /// Ending of files that are being written.
 const TEMPORARY: &str = ".tmp";
@@ -22,10 +25,15 @@ pub struct PackedWriter {
     path: PathBuf,
     temporary: PathBuf,
     file: File,
+    info: PackedInfo,
     directory: Directory,
-    /// Where each record begins in the file.
+    /// What follows the records.
+    tensors: Vec<TensorMeta>,
+    /// Where each record, then each tensor, begins in the file.
     starts: Vec<u64>,
+    /// How often each was written, and its checksum.
     written: Vec<AtomicU32>,
+    checksums: Vec<AtomicU32>,
     finished: bool,
 }
 
@@ -35,23 +43,43 @@ impl PackedWriter {
     /// # Errors
     /// [`Error::Io`]; [`Error::BadArgument`] for layers that make no store.
     pub fn create(path: impl Into<PathBuf>, info: &PackedInfo) -> Result<Self> {
+        Self::create_with(path, info, &[])
+    }
+
+    /// Starts a file that holds `tensors`, too, behind the records, in this order. Their bytes are written by
+    /// [`Self::write_tensor`].
+    ///
+    /// # Errors
+    /// As [`Self::create`].
+    pub fn create_with(
+        path: impl Into<PathBuf>,
+        info: &PackedInfo,
+        tensors: &[PackedTensor<'_>],
+    ) -> Result<Self> {
         let path = path.into();
         let directory = info.directory()?;
-        let header = info.header(&directory)?;
+        let tensors: Vec<TensorMeta> = tensors.iter().map(|t| t.meta.clone()).collect();
+        let parts = directory.len() + tensors.len();
+        // As long as the one that is written at the end.
+        let header = info.header(&directory, &tensors, &vec![0; parts])?.len();
         remove_abandoned(&path);
         let (temporary, file) = create_temporary(&path)?;
-        let mut at = header.len() as u64;
-        let starts = (0..directory.len() as u32)
-            .map(|index| {
+        let records = (0..directory.len() as u32).map(|index| directory.record_bytes(RecordIndex(index)));
+        let mut at = header as u64;
+        let starts = records
+            .chain(tensors.iter().map(|t| t.bytes))
+            .map(|bytes| {
                 let start = at;
-                at += directory.record_bytes(RecordIndex(index)) as u64;
+                at += bytes as u64;
                 start
             })
             .collect();
-        let written = (0..directory.len()).map(|_| AtomicU32::new(0)).collect();
-        let this = Self { path, temporary, file, directory, starts, written, finished: false };
+        let zeros = || (0..parts).map(|_| AtomicU32::new(0)).collect();
+        let (written, checksums, info) = (zeros(), zeros(), info.clone());
+        let finished = false;
+        let this =
+            Self { path, temporary, file, info, directory, tensors, starts, written, checksums, finished };
         this.file.set_len(at).map_err(|e| this.failed(e))?;
-        write_all_at(&this.file, &header, 0).map_err(|e| this.failed(e))?;
         Ok(this)
     }
 
@@ -66,9 +94,35 @@ impl PackedWriter {
     /// [`Error::Io`], for example when the disk is full; [`Error::BadArgument`] for a record of the wrong size.
     pub fn write(&self, record: RecordIndex, bytes: &[u8]) -> Result<()> {
         check_record_len(&self.directory, record, bytes)?;
-        let at = record.0 as usize;
-        write_all_at(&self.file, bytes, self.starts[at]).map_err(|e| self.failed(e))?;
-        self.written[at].fetch_add(1, Ordering::Relaxed);
+        self.put(record.0 as usize, bytes)
+    }
+
+    /// Writes the `index`-th of the other tensors.
+    ///
+    /// # Errors
+    /// As [`Self::write`].
+    pub fn write_tensor(&self, index: usize, bytes: &[u8]) -> Result<()> {
+        match self.tensors.get(index) {
+            Some(tensor) if tensor.bytes == bytes.len() => self.put(self.directory.len() + index, bytes),
+            found => {
+                let expected =
+                    found.map_or_else(|| "none of that number".to_owned(), |t| t.bytes.to_string());
+                let reason = format!("number {index}, {} bytes: expected {expected}", bytes.len());
+                Err(Error::BadArgument { what: "tensor", reason })
+            }
+        }
+    }
+
+    fn put(&self, part: usize, bytes: &[u8]) -> Result<()> {
+        let (mut checksum, mut at) = (crc32fast::Hasher::new(), self.starts[part]);
+        // In pieces that are still in the processor's cache when they are written.
+        for piece in bytes.chunks(PIECE) {
+            checksum.update(piece);
+            write_all_at(&self.file, piece, at).map_err(|e| self.failed(e))?;
+            at += piece.len() as u64;
+        }
+        self.checksums[part].store(checksum.finalize(), Ordering::Relaxed);
+        self.written[part].fetch_add(1, Ordering::Relaxed);
         Ok(())
     }
 
@@ -79,10 +133,17 @@ impl PackedWriter {
     pub fn finish(mut self) -> Result<()> {
         let wrong = self.written.iter_mut().position(|n| *n.get_mut() != 1);
         if let Some(at) = wrong {
-            let (id, times) = (self.directory.id(RecordIndex(at as u32)), *self.written[at].get_mut());
-            let reason = format!("{id} was written {times} times, expected once");
+            let times = *self.written[at].get_mut();
+            let what = match at.checked_sub(self.directory.len()) {
+                Some(tensor) => self.tensors[tensor].name.clone(),
+                None => self.directory.id(RecordIndex(at as u32)).to_string(),
+            };
+            let reason = format!("{what} was written {times} times, expected once");
             return Err(Error::BadArgument { what: "packed store", reason });
         }
+        let checksums: Vec<u32> = self.checksums.iter_mut().map(|sum| *sum.get_mut()).collect();
+        let header = self.info.header(&self.directory, &self.tensors, &checksums)?;
+        write_all_at(&self.file, &header, 0).map_err(|e| self.failed(e))?;
         self.file.sync_all().map_err(|e| self.failed(e))?;
         std::fs::rename(&self.temporary, &self.path).map_err(|e| Error::io(&self.path, e))?;
         self.finished = true;
@@ -92,7 +153,13 @@ impl PackedWriter {
     }
 
     fn failed(&self, error: std::io::Error) -> Error {
-        Error::io(&self.temporary, error)
+        match error.kind() {
+            std::io::ErrorKind::StorageFull | std::io::ErrorKind::QuotaExceeded => {
+                let bytes = self.file.metadata().map_or(0, |m| m.len());
+                Error::DiskFull { path: self.path.clone(), bytes }
+            }
+            _ => Error::io(&self.temporary, error),
+        }
     }
 }
 

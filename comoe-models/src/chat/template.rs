@@ -13,6 +13,7 @@ use serde::ser::{Serialize, SerializeMap, Serializer};
 use super::json::{PythonJson, python_json};
 use super::python;
 use crate::error::{Error, Result};
+use crate::load::SideFiles;
 
 /// Steps that a template may take: a few hundred times what real ones need for a full context, and still well under
 /// a second.
@@ -102,20 +103,24 @@ impl ChatTemplate {
     /// [`Error::BadFile`] for a file that cannot be read as such, [`Error::Template`] for a template that does not
     /// compile.
     pub fn find(folder: &Path) -> Result<Option<Self>> {
+        Self::find_in(SideFiles::Folder(folder))
+    }
+
+    /// The same, of a model that may be a packed file.
+    pub(crate) fn find_in(files: SideFiles<'_>) -> Result<Option<Self>> {
         let json = |name: &str| -> Result<serde_json::Value> {
-            let path = folder.join(name);
-            match read_optional(&path)? {
+            match files.text(name)? {
                 None => Ok(serde_json::Value::Null),
                 Some(text) => serde_json::from_str(&text)
-                    .map_err(|e| Error::bad_file(&path, format!("not valid JSON: {e}"))),
+                    .map_err(|e| Error::bad_file(files.path(name), format!("not valid JSON: {e}"))),
             }
         };
         let config = json(CONFIG)?;
-        let mut source = read_optional(&folder.join("chat_template.jinja"))?;
+        let mut source = files.text("chat_template.jinja")?;
         for name in [CONFIG, "chat_template.json"] {
             if source.is_none() {
                 let found = template_of(&json(name)?["chat_template"]);
-                source = found.map_err(|reason| Error::bad_file(folder.join(name), reason))?;
+                source = found.map_err(|reason| Error::bad_file(files.path(name), reason))?;
             }
         }
         let mut special = special_tokens(&json("special_tokens_map.json")?);
@@ -205,14 +210,6 @@ fn failed(e: minijinja::Error) -> Error {
         _ => e.to_string(),
     };
     Error::Template { reason }
-}
-
-fn read_optional(path: &Path) -> Result<Option<String>> {
-    match std::fs::read_to_string(path) {
-        Ok(text) => Ok(Some(text)),
-        Err(e) if e.kind() == std::io::ErrorKind::NotFound => Ok(None),
-        Err(e) => Err(Error::io(path, e)),
-    }
 }
 
 fn template_of(value: &serde_json::Value) -> std::result::Result<Option<String>, String> {

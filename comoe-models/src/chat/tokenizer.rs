@@ -30,12 +30,20 @@ impl Tokenizer {
     /// # Errors
     /// [`Error::ForeignTokenizer`] when there is one in another form, and as [`Self::read`].
     pub fn of_model(folder: &Path) -> Result<Self> {
+        Self::parse(&folder.join("tokenizer.json"), &Self::json_of_model(folder)?)
+    }
+
+    /// The same as the bytes of a `tokenizer.json`.
+    ///
+    /// # Errors
+    /// As [`Self::of_model`].
+    pub(crate) fn json_of_model(folder: &Path) -> Result<Vec<u8>> {
         let path = folder.join("tokenizer.json");
         if !path.exists() {
             if folder.join(tiktoken::FILE).exists()
                 && let Some(converted) = tiktoken::converted(folder)?
             {
-                return Self::parse(&folder.join(tiktoken::FILE), converted.to_string().as_bytes());
+                return Ok(converted.to_string().into_bytes());
             }
             let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
             let names: Vec<String> = entries.filter_map(|e| e.file_name().into_string().ok()).collect();
@@ -49,7 +57,7 @@ impl Tokenizer {
                 }
             }
         }
-        Self::read(&path)
+        std::fs::read(&path).map_err(|e| Error::io(&path, e))
     }
 
     /// Reads `tokenizer.json`.
@@ -60,7 +68,7 @@ impl Tokenizer {
         Self::parse(path, &std::fs::read(path).map_err(|e| Error::io(path, e))?)
     }
 
-    fn parse(path: &Path, bytes: &[u8]) -> Result<Self> {
+    pub(crate) fn parse(path: &Path, bytes: &[u8]) -> Result<Self> {
         let inner = tokenizers::Tokenizer::from_bytes(bytes)
             .map_err(|e| Error::bad_file(path, format!("not a tokenizer: {e}")))?;
         Ok(Self::from_inner(inner))

@@ -2,10 +2,12 @@
 
 use std::path::{Path, PathBuf};
 
+use comoe_core::store::PackedFile;
 use serde::de::DeserializeOwned;
 use serde_json::{Map, Value};
 
-use super::files::gguf_of;
+use super::SideFiles;
+use super::files::{gguf_of, packed_of};
 use super::gguf::GgufModel;
 use crate::error::{Error, Result};
 
@@ -38,7 +40,7 @@ impl ConfigFile {
         Self::parse(path, &text)
     }
 
-    /// Reads `config.json` of a model folder, or makes one of a GGUF file's metadata.
+    /// Reads `config.json` of a model folder or a packed file, or makes one of a GGUF file's metadata.
     ///
     /// # Errors
     /// As [`Self::read`]; says so when the folder itself is not there.
@@ -46,12 +48,35 @@ impl ConfigFile {
         if let Some(file) = gguf_of(folder) {
             return GgufModel::open(&file)?.config();
         }
+        if let Some(file) = packed_of(folder)? {
+            return Self::of_packed(&file);
+        }
         if !folder.is_dir() {
             let reason = "no such folder; give the folder of a model, with config.json, tokenizer.json and \
                           .safetensors files";
             return Err(Error::bad_file(folder, reason));
         }
         Self::read(&folder.join("config.json"))
+    }
+
+    /// The file `name` beside a model's weights, in a folder or a packed file; `None` when there is none.
+    ///
+    /// # Errors
+    /// As [`Self::read`].
+    pub fn of_model_file(model: &Path, name: &str) -> Result<Option<Self>> {
+        match packed_of(model)? {
+            Some(file) => Self::beside(SideFiles::Packed(&file), name),
+            None => Self::beside(SideFiles::Folder(model), name),
+        }
+    }
+
+    pub(super) fn beside(files: SideFiles<'_>, name: &str) -> Result<Option<Self>> {
+        files.text(name)?.map(|text| Self::parse(&files.path(name), &text)).transpose()
+    }
+
+    pub(super) fn of_packed(file: &PackedFile) -> Result<Self> {
+        let found = Self::beside(SideFiles::Packed(file), "config.json")?;
+        found.ok_or_else(|| Error::bad_file(file.path(), "holds no config.json; pack the model again"))
     }
 
     /// Parses text; `path` is for messages only.

@@ -1,35 +1,40 @@
-//! Where the parts of a model are: a folder in Hugging Face layout, or a GGUF file that holds them all.
+//! Where the parts of a model are: a folder in Hugging Face layout, or a packed or GGUF file that holds them all.
 
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
-use comoe_core::store::{Checkpoint, Quantisation};
+use comoe_core::store::{Checkpoint, PackedFile, Quantisation};
 use serde_json::Value;
 
-use super::ConfigFile;
 use super::gguf::GgufModel;
+use super::{ConfigFile, SideFiles};
 use crate::chat::{ChatTemplate, Tokenizer};
-#[cfg(doc)]
-use crate::error::Error;
-use crate::error::Result;
+use crate::error::{Error, Result};
 
 /// A model's files, its configuration read.
 pub(crate) struct ModelFiles {
     path: PathBuf,
     config: ConfigFile,
     gguf: Option<GgufModel>,
+    packed: Option<Arc<PackedFile>>,
 }
 
 impl ModelFiles {
-    /// Opens a folder with `config.json`, a folder with nothing but a GGUF file, or a GGUF file.
+    /// Opens a folder with `config.json`, a folder with nothing but a GGUF file, a GGUF file, or a packed file.
     ///
     /// # Errors
     /// [`Error::Io`] and [`Error::BadFile`] for what is not there or is no configuration.
     pub(crate) fn open(path: &Path) -> Result<Self> {
         if let Some(file) = gguf_of(path) {
             let gguf = GgufModel::open(&file)?;
-            return Ok(Self { path: file, config: gguf.config()?, gguf: Some(gguf) });
+            return Ok(Self { path: file, config: gguf.config()?, gguf: Some(gguf), packed: None });
         }
-        Ok(Self { path: path.to_owned(), config: ConfigFile::of_model(path)?, gguf: None })
+        let (path, packed) = (path.to_owned(), packed_of(path)?.map(Arc::new));
+        let config = match &packed {
+            Some(file) => ConfigFile::of_packed(file)?,
+            None => ConfigFile::of_model(&path)?,
+        };
+        Ok(Self { path, config, gguf: None, packed })
     }
 
     /// The configuration, as `config.json` spells it.
@@ -37,7 +42,21 @@ impl ModelFiles {
         &self.config
     }
 
-    /// The weights.
+    /// The small files; `None` for a GGUF file, which has none.
+    pub(crate) fn side(&self) -> Option<SideFiles<'_>> {
+        match (&self.gguf, &self.packed) {
+            (Some(_), _) => None,
+            (None, Some(file)) => Some(SideFiles::Packed(file)),
+            (None, None) => Some(SideFiles::Folder(&self.path)),
+        }
+    }
+
+    /// The packed file, if it is one.
+    pub(crate) fn packed(&self) -> Option<&Arc<PackedFile>> {
+        self.packed.as_ref()
+    }
+
+    /// The weights; of a packed file those that are no expert's.
     ///
     /// # Errors
     /// As [`Checkpoint::open`].
@@ -64,7 +83,7 @@ impl ModelFiles {
 
     /// Where the tokenizer is.
     pub(crate) fn tokenizer_path(&self) -> PathBuf {
-        if self.gguf.is_some() { self.path.clone() } else { self.path.join("tokenizer.json") }
+        self.side().map_or_else(|| self.path.clone(), |side| side.path("tokenizer.json"))
     }
 
     /// The tokenizer.
@@ -74,7 +93,19 @@ impl ModelFiles {
     pub(crate) fn tokenizer(&self) -> Result<Tokenizer> {
         match &self.gguf {
             Some(gguf) => gguf.tokenizer(),
-            None => Tokenizer::of_model(&self.path),
+            None => Tokenizer::parse(&self.tokenizer_path(), &self.tokenizer_json()?),
+        }
+    }
+
+    /// The tokenizer of a model that is no GGUF file, as a `tokenizer.json`.
+    ///
+    /// # Errors
+    /// As [`Self::tokenizer`].
+    pub(crate) fn tokenizer_json(&self) -> Result<Vec<u8>> {
+        match self.packed.as_ref().map(|file| file.file("tokenizer.json")) {
+            Some(Some(bytes)) => Ok(bytes.to_vec()),
+            Some(None) => Err(Error::bad_file(&self.path, "holds no tokenizer; pack the model again")),
+            None => Tokenizer::json_of_model(&self.path),
         }
     }
 
@@ -83,9 +114,10 @@ impl ModelFiles {
     /// # Errors
     /// As [`ChatTemplate::find`].
     pub(crate) fn template(&self) -> Result<Option<ChatTemplate>> {
-        match &self.gguf {
-            Some(gguf) => gguf.template(),
-            None => ChatTemplate::find(&self.path),
+        match (&self.gguf, self.side()) {
+            (Some(gguf), _) => gguf.template(),
+            (None, Some(side)) => ChatTemplate::find_in(side),
+            (None, None) => Ok(None),
         }
     }
 
@@ -96,19 +128,36 @@ impl ModelFiles {
     /// [`Error::BadField`] when they are no ids.
     pub(crate) fn stop_tokens(&self, tokenizer: &Tokenizer) -> Result<Vec<u32>> {
         let mut ids = self.config.token_ids("eos_token_id")?;
-        let file = |name: &str| Some(self.path.join(name)).filter(|p| self.gguf.is_none() && p.exists());
-        if let Some(path) = file("generation_config.json") {
-            ids.extend(ConfigFile::read(&path)?.token_ids("eos_token_id")?);
+        let file = |name: &str| self.side().map_or(Ok(None), |side| ConfigFile::beside(side, name));
+        if let Some(generation) = file("generation_config.json")? {
+            ids.extend(generation.token_ids("eos_token_id")?);
         }
-        if let Some(path) = file("tokenizer_config.json") {
+        if let Some(config) = file("tokenizer_config.json")? {
             // As text, or as an object with the text in it.
-            let end: Option<String> = ConfigFile::read(&path)?.first(&["eos_token.content", "eos_token"])?;
+            let end: Option<String> = config.first(&["eos_token.content", "eos_token"])?;
             ids.extend(end.and_then(|token| tokenizer.id(&token)));
         }
         ids.sort_unstable();
         ids.dedup();
         Ok(ids)
     }
+}
+
+/// The packed model that a path stands for; `None` for what is no `.safetensors` file.
+///
+/// # Errors
+/// [`Error::Core`] for a file that is no packed one, or is damaged; [`Error::BadFile`] for one with experts only.
+pub(super) fn packed_of(path: &Path) -> Result<Option<PackedFile>> {
+    if path.extension().is_none_or(|e| e != "safetensors") || path.is_dir() {
+        return Ok(None);
+    }
+    let file = PackedFile::open(path)?;
+    if !file.is_model() {
+        let reason =
+            "holds experts only, and no model; give a file that `comoe pack` wrote, or the model's folder";
+        return Err(Error::bad_file(path, reason));
+    }
+    Ok(Some(file))
 }
 
 /// The GGUF file that a path stands for: itself, or the only model in a folder without a configuration.

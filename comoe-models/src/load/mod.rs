@@ -1,4 +1,4 @@
-//! From a model folder, or a GGUF file, to blocks: the configuration, the dense part, the experts.
+//! From a model folder, a packed file or a GGUF file, to blocks: the configuration, the dense part, the experts.
 
 mod config;
 mod dense;
@@ -8,6 +8,8 @@ mod gguf;
 mod layers;
 mod memory;
 mod open;
+mod pack;
+mod side_files;
 
 pub use config::ConfigFile;
 pub use dense::DenseWeights;
@@ -17,6 +19,8 @@ pub(crate) use layers::Builder;
 pub use memory::DeviceMemory;
 pub(crate) use open::open_decoder;
 pub use open::{DEFAULT_CONTEXT, LoadOptions};
+pub use pack::Packer;
+pub(crate) use side_files::SideFiles;
 
 /// How far loading has come. Reports of conversions come from several threads, in any order.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

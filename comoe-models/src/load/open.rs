@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use candle_core::{DType, Device};
-use comoe_core::store::{Checkpoint, ConvertOptions, ExpertStore, Naming};
+use comoe_core::store::{Checkpoint, ConvertOptions, ExpertStore, Naming, Quantisation};
 use comoe_core::{CacheOptions, CudaOptions, ExpertCache, ExpertFormat, cuda_memory};
 
 use super::memory::{DeviceMemory, workspace_bytes};
@@ -52,7 +52,7 @@ impl Default for LoadOptions {
 }
 
 impl Decoder {
-    /// Loads a folder with `config.json` and safetensors shards, or a GGUF file; no tokenizer is needed.
+    /// Loads a folder with `config.json` and safetensors shards, a packed file, or a GGUF file; no tokenizer is needed.
     ///
     /// # Errors
     /// Names the file, tensor or field that is missing or wrong, and what would work.
@@ -78,13 +78,10 @@ pub(crate) fn open_decoder(
     check_dtype(options.dtype, device)?;
     let context = options.context.unwrap_or(plan.max_positions.min(DEFAULT_CONTEXT));
     plan.check_context(context)?;
-    let quantisation = files.quantisation()?;
+    let naming = naming_of(&plan, files.quantisation()?);
     let checkpoint = Arc::new(files.checkpoint()?);
-    let mut naming = Naming::auto().with_layers(plan.layers.len()).with_quantisation(quantisation);
-    if let Some(layout) = plan.stacked_experts {
-        naming = naming.with_stacked_layout(layout);
-    }
-    let store = expert_store(&plan, &checkpoint, &naming, options, progress)?;
+    let store = checked_store(&plan, files, &checkpoint, &naming)?;
+    let store = in_format(store, options, progress)?;
     let format = Some(store.format());
     let notes = store.notes().to_vec();
     let top_k = plan.moe_layers().map(|(_, moe)| moe.router.top_k).max().unwrap_or(0);
@@ -121,19 +118,30 @@ fn check_dtype(dtype: DType, device: &Device) -> Result<()> {
     }
 }
 
-/// The experts of a checkpoint, checked against the plan, in the format asked for.
-fn expert_store(
+/// How a model's tensors are called.
+pub(super) fn naming_of(plan: &DecoderPlan, quantisation: Quantisation) -> Naming {
+    let naming = Naming::auto().with_layers(plan.layers.len()).with_quantisation(quantisation);
+    match plan.stacked_experts {
+        Some(layout) => naming.with_stacked_layout(layout),
+        None => naming,
+    }
+}
+
+/// The experts of a model as they are stored, checked against the plan.
+pub(super) fn checked_store(
     plan: &DecoderPlan,
+    files: &ModelFiles,
     checkpoint: &Arc<Checkpoint>,
     naming: &Naming,
-    options: &LoadOptions,
-    progress: &(dyn Fn(Progress) + Sync),
 ) -> Result<ExpertStore> {
-    let mut store = ExpertStore::from_checkpoint(checkpoint.clone(), naming)?;
-    if let Some((_, moe)) = plan.moe_layers().next() {
+    let store = match (files.packed(), plan.moe_layers().next()) {
+        (Some(packed), _) => ExpertStore::from_packed(packed.clone()),
+        (None, None) => ExpertStore::from_checkpoint(checkpoint.clone(), naming)?,
         // Layers differ in nothing but size in the families that are implemented.
-        store = store.with_activation(moe.expert.activation).with_weight_on(moe.expert.weight_on);
-    }
+        (None, Some((_, moe))) => ExpertStore::from_checkpoint(checkpoint.clone(), naming)?
+            .with_activation(moe.expert.activation)
+            .with_weight_on(moe.expert.weight_on),
+    };
     for (layer, moe) in plan.moe_layers() {
         let Some(ordinal) = store.directory().ordinal(layer) else {
             return Err(Error::ExpertMismatch {
@@ -149,6 +157,15 @@ fn expert_store(
             return Err(Error::ExpertMismatch { layer, config, checkpoint });
         }
     }
+    Ok(store)
+}
+
+/// The experts in the format asked for.
+fn in_format(
+    store: ExpertStore,
+    options: &LoadOptions,
+    progress: &(dyn Fn(Progress) + Sync),
+) -> Result<ExpertStore> {
     let convert = ConvertOptions {
         cache_dir: options.cache_dir.clone(),
         progress: Some(&|done, total| progress(Progress::Convert { done, total })),
