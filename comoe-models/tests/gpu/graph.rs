@@ -32,7 +32,13 @@ fn kept(kv: &KvCache) -> Vec<u32> {
     kv.tensors().flat_map(bits).collect()
 }
 
-pub(crate) fn decode(decoder: &Decoder, prompt: &[u32], n: usize, options: &SamplerOptions, graph: bool) -> Run {
+pub(crate) fn decode(
+    decoder: &Decoder,
+    prompt: &[u32],
+    n: usize,
+    options: &SamplerOptions,
+    graph: bool,
+) -> Run {
     let mut kv = decoder.new_kv().expect("a KV cache");
     let mut steps = DeviceSteps::of(decoder).expect("memory").expect("fused steps");
     steps.begin(options, prompt).expect("options");
