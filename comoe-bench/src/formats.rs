@@ -295,7 +295,7 @@ mod tests {
     fn formats() -> Formats {
         // A quarter of the experts in BF16.
         let (pool, model, text) = (24 * 196_608, tiny::folder(), held_out());
-        Formats { model, text, conversations: 4, pool, rounds: 1 }
+        Formats { model, text, conversations: 2, pool, rounds: 1 }
     }
 
     /// The fewer bits, the more slots and hits, and the further from BF16, which a small pool does not change.
