@@ -295,7 +295,7 @@ mod tests {
     fn formats() -> Formats {
         // A quarter of the experts in BF16.
         let (pool, model, text) = (24 * 196_608, tiny::folder(), held_out());
-        Formats { model, text, conversations: 4, pool, rounds: 1 }
+        Formats { model, text, conversations: 2, pool, rounds: 1 }
     }
 
     /// The fewer bits, the more slots and hits, and the further from BF16, which a small pool does not change.
@@ -303,7 +303,7 @@ mod tests {
     fn at_equal_bytes_fewer_bits_hit_more_and_say_something_else() {
         let measured = formats().run(&Device::Cpu, &|_| {}).unwrap();
         let names: Vec<_> = measured.iter().map(|m| m.format.as_str()).collect();
-        assert_eq!(names, ["bf16", "int8", "int4", "mxfp4"]);
+        assert_eq!(names, ["bf16", "int8-g64", "int4-g64", "mxfp4"]);
         let [bf16, int8, int4, mxfp4] = &measured[..] else { panic!("{measured:?}") };
         assert_eq!((bf16.slots, bf16.slot_bytes), ([24, 96], 196_608));
         assert_eq!((bf16.kl, bf16.same_choice), (0.0, 1.0), "the pool changed the output");
