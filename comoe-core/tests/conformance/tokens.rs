@@ -22,6 +22,8 @@ pub(crate) fn tokens_run_again_until_all_is_there(device: &Device, whole: Make<'
             capacity: Capacity::Slots(slots),
             top_k: TOP_K,
             policy,
+            // What a prompt leaves behind depends on when its records arrived, with a ring: tables would differ.
+            ring: Some(0),
             ..CacheOptions::default()
         };
         let resident = cache(&experts, device, whole, CacheOptions::default());
