@@ -61,10 +61,12 @@ pub fn pack_int8(values: &[f32], outputs: usize, inputs: usize) -> Result<Vec<u8
     rows.zip(outs).enumerate().try_for_each(|(r, (row, (weights, scales)))| {
         let groups = row.chunks(INT8_GROUP).zip(weights.chunks_mut(INT8_GROUP));
         for (g, ((group, to), scale_to)) in groups.zip(scales.as_chunks_mut::<2>().0).enumerate() {
-            let largest = group.iter().fold(0f32, |m, v| if v.abs() <= m { m } else { v.abs() });
+            // `max` passes over a NaN, so that is looked for.
+            let largest = group.iter().fold(0f32, |m, v| m.max(v.abs()));
             let scale = scale_not_below(largest / 127.0);
-            if !scale.is_finite() {
-                let reason = format!("row {r}, columns from {}: found {largest}", g * INT8_GROUP);
+            if !scale.is_finite() || group.iter().any(|v| v.is_nan()) {
+                let found = group.iter().copied().find(|v| v.is_nan()).unwrap_or(largest);
+                let reason = format!("row {r}, columns from {}: found {found}", g * INT8_GROUP);
                 return bad(WHAT, format!("{reason}; a value must be finite and below 8.3 million"));
             }
             *scale_to = scale.to_le_bytes();
