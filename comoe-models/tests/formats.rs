@@ -1,5 +1,7 @@
 //! Dense weights in INT8 on the CPU: the error stated, the same bits for every slot count, and every family.
 
+mod distance;
+
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 
@@ -9,7 +11,9 @@ use comoe_core::trace::{Routed, RoutingObserver};
 use comoe_core::{CacheOptions, Capacity, Scope};
 use comoe_models::blocks::int8::Int8Layout;
 use comoe_models::load::{ConfigFile, DenseWeights};
-use comoe_models::{Decoder, DenseFormat, LoadOptions, Rows, arch};
+use comoe_models::{Decoder, DenseFormat, LoadOptions, arch};
+
+use distance::{divergence, largest_difference, logits};
 
 fn checkout(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("..").join(name)
@@ -36,28 +40,6 @@ fn prompts() -> Vec<Vec<u32>> {
         p["ids"].as_array().unwrap().iter().map(|id| id.as_u64().unwrap() as u32).collect()
     };
     meta["prompts"].as_array().unwrap().iter().map(ids).collect()
-}
-
-/// Logits of every token, this many at a time.
-fn logits(decoder: &Decoder, ids: &[u32], step: usize) -> Vec<Vec<f32>> {
-    let mut kv = decoder.new_kv().unwrap();
-    let rows = |part: &[u32]| decoder.forward(part, &mut kv, Rows::All).unwrap().to_vec2::<f32>().unwrap();
-    ids.chunks(step).flat_map(rows).collect()
-}
-
-fn largest_difference(a: &[Vec<f32>], b: &[Vec<f32>]) -> f32 {
-    let pairs = a.iter().flatten().zip(b.iter().flatten());
-    pairs.fold(0.0, |worst, (a, b)| if (a - b).is_nan() { f32::INFINITY } else { worst.max((a - b).abs()) })
-}
-
-/// `KL(p || q)` of the next token, in nats.
-fn divergence(p: &[f32], q: &[f32]) -> f64 {
-    let log_softmax = |logits: &[f32]| -> Vec<f64> {
-        let most = logits.iter().fold(f32::NEG_INFINITY, |m, l| m.max(*l));
-        let sum: f64 = logits.iter().map(|l| f64::from(l - most).exp()).sum();
-        logits.iter().map(|l| f64::from(l - most) - sum.ln()).collect()
-    };
-    log_softmax(p).iter().zip(log_softmax(q)).map(|(p, q)| p.exp() * (p - q)).sum()
 }
 
 /// The experts of every token, by layer, in one pass.

@@ -5,10 +5,11 @@ use candle_core::{DType, Device, Tensor};
 use comoe_core::{CacheOptions, Capacity};
 use comoe_models::blocks::int8::{pack_int8, unpack_int8};
 use comoe_models::blocks::int8_matrix::{Expand, Int8Matrix};
-use comoe_models::{Decoder, DenseFormat, LoadOptions, Rows};
+use comoe_models::{Decoder, DenseFormat, LoadOptions};
 
+use crate::distance::{divergence, largest_difference, logits};
 use crate::graph::{decode, drawn, same};
-use crate::tiny::{GPU, checkout, prompts, tiny};
+use crate::tiny::{Family, GPU, families, prompts, tiny};
 
 fn open(device: &Device, options: &LoadOptions) -> Decoder {
     Decoder::open(&tiny(), device, options, &|_| {}).expect("comoe-tiny loads")
@@ -16,31 +17,6 @@ fn open(device: &Device, options: &LoadOptions) -> Decoder {
 
 fn int8(dtype: DType) -> LoadOptions {
     LoadOptions { dense: DenseFormat::Int8, dtype, ..LoadOptions::default() }
-}
-
-/// Logits of every token, this many at a time.
-fn logits(decoder: &Decoder, ids: &[u32], step: usize) -> Vec<Vec<f32>> {
-    let mut kv = decoder.new_kv().expect("a KV cache");
-    let rows = |part: &[u32]| {
-        let logits = decoder.forward(part, &mut kv, Rows::All).expect("a step");
-        logits.to_vec2::<f32>().expect("logits")
-    };
-    ids.chunks(step).flat_map(rows).collect()
-}
-
-fn worst(a: &[Vec<f32>], b: &[Vec<f32>]) -> f32 {
-    let pairs = a.iter().flatten().zip(b.iter().flatten());
-    pairs.fold(0.0, |worst, (a, b)| if (a - b).is_nan() { f32::INFINITY } else { worst.max((a - b).abs()) })
-}
-
-/// `KL(p || q)` of the next token, in nats.
-fn divergence(p: &[f32], q: &[f32]) -> f64 {
-    let log_softmax = |logits: &[f32]| -> Vec<f64> {
-        let most = logits.iter().fold(f32::NEG_INFINITY, |m, l| m.max(*l));
-        let sum: f64 = logits.iter().map(|l| f64::from(l - most).exp()).sum();
-        logits.iter().map(|l| f64::from(l - most) - sum.ln()).collect()
-    };
-    log_softmax(p).iter().zip(log_softmax(q)).map(|(p, q)| p.exp() * (p - q)).sum()
 }
 
 #[test]
@@ -90,7 +66,7 @@ fn the_error_of_int8_is_small_and_stated() {
             let divergences: Vec<f64> = without.iter().zip(&have).map(|(p, q)| divergence(p, q)).collect();
             let mean = divergences.iter().sum::<f64>() / divergences.len() as f64;
             let most = divergences.iter().fold(0f64, |m, d| m.max(*d));
-            let (off, cpu) = (worst(&without, &have), worst(&want, &have));
+            let (off, cpu) = (largest_difference(&without, &have), largest_difference(&want, &have));
             println!(
                 "dense INT8, {dtype:?}, {step} at a time: logits differ by at most {off:.3}, KL {mean:.2e} in the mean and \
                  {most:.2e} at most; from the CPU's INT8 by {cpu:.1e}"
@@ -124,18 +100,12 @@ fn a_graph_gives_the_bits_of_single_steps_for_every_slot_count() {
 #[test]
 #[ignore = "needs a CUDA device"]
 fn every_family_is_replayed_with_the_bits_of_single_steps() {
-    let folders = std::fs::read_dir(checkout("comoe-models/tests/fixtures")).expect("fixtures");
-    let mut folders: Vec<_> = folders.map(|e| e.expect("an entry").path()).collect();
-    folders.retain(|folder| folder.join("golden.safetensors").exists());
-    assert!(folders.len() >= 20, "{folders:?}");
-    for folder in folders {
-        let golden =
-            candle_core::safetensors::load(folder.join("golden.safetensors"), &Device::Cpu).expect("golden");
-        let ids: Vec<u32> = golden["ids"].to_dtype(DType::U32).and_then(|t| t.to_vec1()).expect("ids");
+    for Family { folder, ids, .. } in families() {
         let open = |device| Decoder::open(&folder, device, &int8(DType::F32), &|_| {}).expect("a fixture");
         let decoder = open(&GPU);
         let what = folder.display().to_string();
-        let cpu = worst(&logits(&open(&Device::Cpu), &ids, ids.len()), &logits(&decoder, &ids, 1));
+        let cpu =
+            largest_difference(&logits(&open(&Device::Cpu), &ids, ids.len()), &logits(&decoder, &ids, 1));
         assert!(cpu < 1e-3, "{what}: {cpu} from the CPU");
         let prompt = &ids[..ids.len().min(5)];
         let n = 40.min(decoder.context() - prompt.len());

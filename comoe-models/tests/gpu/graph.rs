@@ -2,7 +2,7 @@
 
 use std::ops::ControlFlow;
 
-use candle_core::{DType, Device, Tensor};
+use candle_core::{DType, Tensor};
 use comoe_core::{CacheOptions, Capacity, DriverKind, ExpertFormat, Scope};
 use comoe_models::blocks::kv_cache::KvCache;
 use comoe_models::{
@@ -10,7 +10,7 @@ use comoe_models::{
     SamplerOptions, Session,
 };
 
-use crate::tiny::{GPU, checkout, converted, prompts, tiny};
+use crate::tiny::{Family, GPU, converted, families, prompts, tiny};
 
 /// Tokens that follow a prompt.
 pub(crate) struct Run {
@@ -149,17 +149,8 @@ fn a_graph_gives_the_bits_of_single_steps_over_two_thousand_tokens() {
 #[test]
 #[ignore = "needs a CUDA device"]
 fn every_family_is_replayed_with_the_bits_of_single_steps() {
-    let folders = std::fs::read_dir(checkout("comoe-models/tests/fixtures")).expect("fixtures");
-    let mut folders: Vec<_> = folders.map(|e| e.expect("an entry").path()).collect();
-    folders.retain(|folder| folder.join("golden.safetensors").exists());
-    folders.sort();
-    assert!(folders.len() >= 2, "{folders:?}");
     let mut wrong = Vec::new();
-    for folder in folders {
-        let name = folder.file_name().expect("a name").to_string_lossy().into_owned();
-        let golden =
-            candle_core::safetensors::load(folder.join("golden.safetensors"), &Device::Cpu).expect("golden");
-        let ids: Vec<u32> = golden["ids"].to_dtype(DType::U32).and_then(|t| t.to_vec1()).expect("ids");
+    for Family { name, folder, ids, .. } in families() {
         let prompt = &ids[..ids.len().min(5)];
         for dtype in [DType::F32, DType::BF16] {
             let decoder =

@@ -233,23 +233,41 @@ fn logits_equal_those_of_transformers_on_the_gpu() {
     }
 }
 
+/// A family's small model: where it is, tokens, and the logits that transformers gives them.
+pub(crate) struct Family {
+    pub(crate) name: String,
+    pub(crate) folder: PathBuf,
+    pub(crate) ids: Vec<u32>,
+    pub(crate) logits: Vec<f32>,
+}
+
+/// Every family with golden logits.
+pub(crate) fn families() -> Vec<Family> {
+    let folders = std::fs::read_dir(checkout("comoe-models/tests/fixtures")).expect("fixtures");
+    let mut folders: Vec<PathBuf> = folders.map(|e| e.expect("an entry").path()).collect();
+    folders.retain(|folder| folder.join("golden.safetensors").exists());
+    folders.sort();
+    assert!(folders.len() >= 20, "{folders:?}");
+    let family = |folder: PathBuf| {
+        let golden =
+            candle_core::safetensors::load(folder.join("golden.safetensors"), &Device::Cpu).expect("golden");
+        Family {
+            name: folder.file_name().expect("a name").to_string_lossy().into_owned(),
+            ids: golden["ids"].to_dtype(DType::U32).and_then(|t| t.to_vec1()).expect("ids"),
+            logits: values(&golden["logits"].to_dtype(DType::F32).expect("F32")),
+            folder,
+        }
+    };
+    folders.into_iter().map(family).collect()
+}
+
 /// Every family with golden logits: F32 near transformers', all prompt lengths; BF16 runs through every block, which
 /// finds types that do not match.
 #[test]
 #[ignore = "needs a CUDA device"]
 fn every_family_runs_on_the_gpu() {
-    let folders = std::fs::read_dir(checkout("comoe-models/tests/fixtures")).expect("fixtures");
-    let mut folders: Vec<PathBuf> = folders.map(|e| e.expect("an entry").path()).collect();
-    folders.retain(|folder| folder.join("golden.safetensors").exists());
-    folders.sort();
-    assert!(folders.len() >= 2, "{folders:?}");
     let mut wrong = Vec::new();
-    for folder in folders {
-        let name = folder.file_name().expect("a name").to_string_lossy().into_owned();
-        let golden =
-            candle_core::safetensors::load(folder.join("golden.safetensors"), &Device::Cpu).expect("golden");
-        let ids: Vec<u32> = golden["ids"].to_dtype(DType::U32).and_then(|t| t.to_vec1()).expect("ids");
-        let want = values(&golden["logits"].to_dtype(DType::F32).expect("F32"));
+    for Family { name, folder, ids, logits: want } in families() {
         for dtype in [DType::F32, DType::BF16] {
             let logits = |step: usize| -> comoe_models::Result<Vec<f32>> {
                 let options = LoadOptions { dtype, ..LoadOptions::default() };
