@@ -52,10 +52,9 @@ pub(crate) struct SynthArgs {
     pub(crate) seed: u64,
 }
 
+/// A synthetic model, and where it runs.
 #[derive(Debug, ClapArgs)]
-pub(crate) struct DecodeArgs {
-    /// Name of a shape.
-    pub(crate) shape: String,
+pub(crate) struct ModelArgs {
     /// Format of the experts: bf16, int8, int4, or with a group size as int4-g32.
     #[arg(long, default_value = "int4")]
     pub(crate) format: ExpertFormat,
@@ -65,6 +64,23 @@ pub(crate) struct DecodeArgs {
     /// Only so many layers with experts.
     #[arg(long)]
     pub(crate) layers: Option<usize>,
+    /// Seed of weights, tokens and routing.
+    #[arg(long, default_value_t = 1)]
+    pub(crate) seed: u64,
+    /// Where it runs: cpu, cuda, cuda:N, or auto.
+    #[arg(long, default_value = "auto")]
+    pub(crate) device: DeviceArg,
+    /// A packed store of the shape's experts, as `synth` writes it, instead of experts made in memory.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) store: Option<PathBuf>,
+}
+
+#[derive(Debug, ClapArgs)]
+pub(crate) struct DecodeArgs {
+    /// Name of a shape.
+    pub(crate) shape: String,
+    #[command(flatten)]
+    pub(crate) model: ModelArgs,
     /// The whole model, or its experts alone with uniform routing.
     #[arg(long, value_enum, default_value = "model")]
     pub(crate) part: PartArg,
@@ -95,15 +111,6 @@ pub(crate) struct DecodeArgs {
     /// Tokens one by one before the first that is measured.
     #[arg(long, default_value_t = 24)]
     pub(crate) warm_up: usize,
-    /// Seed of weights, tokens and routing.
-    #[arg(long, default_value_t = 1)]
-    pub(crate) seed: u64,
-    /// Where it runs: cpu, cuda, cuda:N, or auto.
-    #[arg(long, default_value = "auto")]
-    pub(crate) device: DeviceArg,
-    /// A packed store of the shape's experts, as `synth` writes it, instead of experts made in memory.
-    #[arg(long, value_name = "FILE")]
-    pub(crate) store: Option<PathBuf>,
     /// One JSON object a run, instead of tables.
     #[arg(long)]
     pub(crate) json: bool,
@@ -150,15 +157,8 @@ pub(crate) struct PrefillArgs {
     /// Name of a shape.
     #[arg(default_value = "qwen3-30b-a3b")]
     pub(crate) shape: String,
-    /// Format of the experts: bf16, int8, int4, or with a group size as int4-g32.
-    #[arg(long, default_value = "int4")]
-    pub(crate) format: ExpertFormat,
-    /// What slots of a GPU hold: quantized (as stored) or bf16.
-    #[arg(long, default_value = "quantized")]
-    pub(crate) resident_format: ResidentFormat,
-    /// Only so many layers with experts.
-    #[arg(long)]
-    pub(crate) layers: Option<usize>,
+    #[command(flatten)]
+    pub(crate) model: ModelArgs,
     /// Tokens of a prompt; several, separated by commas, are measured one after the other.
     #[arg(long, value_delimiter = ',', default_value = "512,2048,8192")]
     pub(crate) prompt: Vec<usize>,
@@ -174,15 +174,6 @@ pub(crate) struct PrefillArgs {
     /// Prompts of each length that are measured, behind one that is not.
     #[arg(long, default_value_t = 3)]
     pub(crate) repeats: usize,
-    /// Seed of weights and tokens.
-    #[arg(long, default_value_t = 1)]
-    pub(crate) seed: u64,
-    /// Where it runs: cpu, cuda, cuda:N, or auto.
-    #[arg(long, default_value = "auto")]
-    pub(crate) device: DeviceArg,
-    /// A packed store of the shape's experts, as `synth` writes it, instead of experts made in memory.
-    #[arg(long, value_name = "FILE")]
-    pub(crate) store: Option<PathBuf>,
     /// One JSON object for each length and number of slots, instead of a table.
     #[arg(long)]
     pub(crate) json: bool,

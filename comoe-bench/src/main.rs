@@ -51,11 +51,17 @@ fn print_json<T: serde::Serialize>(value: &T) -> Result<()> {
     Ok(())
 }
 
-fn synth_store(args: &SynthArgs) -> Result<()> {
-    let mut shape = Shape::named(&args.shape)?;
-    if let Some(layers) = args.layers {
-        shape = shape.with_layers(layers)?;
+/// The shape of this name, cut to so many layers with experts.
+fn shape_of(name: &str, layers: Option<usize>) -> Result<Shape> {
+    let shape = Shape::named(name)?;
+    match layers {
+        Some(layers) => shape.with_layers(layers),
+        None => Ok(shape),
     }
+}
+
+fn synth_store(args: &SynthArgs) -> Result<()> {
+    let shape = shape_of(&args.shape, args.layers)?;
     let show = std::io::stderr().is_terminal();
     let progress = |done: usize, all: usize| {
         if show && (done.is_multiple_of(64) || done == all) {
@@ -83,11 +89,8 @@ fn synth_store(args: &SynthArgs) -> Result<()> {
 }
 
 fn decode_shape(args: &DecodeArgs) -> Result<()> {
-    let device = args.device.open()?;
-    let mut shape = Shape::named(&args.shape)?;
-    if let Some(layers) = args.layers {
-        shape = shape.with_layers(layers)?;
-    }
+    let device = args.model.device.open()?;
+    let shape = shape_of(&args.shape, args.model.layers)?;
     let say = |what: &str| eprintln!("{what}");
     if !device.is_cpu() {
         decode::warm_up(&device)?;
@@ -108,7 +111,7 @@ fn decode_shape(args: &DecodeArgs) -> Result<()> {
     let dense = folder.path().join("dense.safetensors");
     if Part::from(args.part) == Part::Model {
         say("making the dense part");
-        write_dense(&dense, &shape, args.seed)?;
+        write_dense(&dense, &shape, args.model.seed)?;
     }
     // On a GPU a whole model decodes as an answer is made; prefetching is measured token by token.
     let stepped = !device.is_cpu() && Part::from(args.part) == Part::Model && args.prefetch == Prefetch::Off;
@@ -125,14 +128,14 @@ fn decode_shape(args: &DecodeArgs) -> Result<()> {
     }
     let (mut measured, mut stepped_runs) = (Vec::new(), Vec::new());
     let mut spans = Vec::new();
-    let what = format!("Decode, {} shape, {} layers, {}", shape.name, shape.layers, args.format);
+    let what = format!("Decode, {} shape, {} layers, {}", shape.name, shape.layers, args.model.format);
     let mut plot = Plot::new(what, "slots a layer");
     for (slots, trigger) in runs {
         let timeline = args.timeline.as_ref().filter(|_| !stepped).map(|_| Arc::new(Timeline::default()));
         let run = Decode {
             part: args.part.into(),
-            format: args.format,
-            resident: args.resident_format,
+            format: args.model.format,
+            resident: args.model.resident_format,
             slots_per_layer: slots,
             policy: args.policy,
             driver: args.driver,
@@ -140,8 +143,8 @@ fn decode_shape(args: &DecodeArgs) -> Result<()> {
             trigger: trigger.unwrap_or_default(),
             warm_up: [args.prompt, args.warm_up],
             steps: args.steps,
-            seed: args.seed,
-            store: args.store.clone(),
+            seed: args.model.seed,
+            store: args.model.store.clone(),
             dense: Some(dense.clone()),
             timeline: timeline.clone(),
             ..Decode::new(shape.clone())
@@ -208,11 +211,8 @@ fn write_pictures(
 }
 
 fn prefill_shape(args: &PrefillArgs) -> Result<()> {
-    let device = args.device.open()?;
-    let mut shape = Shape::named(&args.shape)?;
-    if let Some(layers) = args.layers {
-        shape = shape.with_layers(layers)?;
-    }
+    let device = args.model.device.open()?;
+    let shape = shape_of(&args.shape, args.model.layers)?;
     let say = |what: &str| eprintln!("{what}");
     if !device.is_cpu() {
         decode::warm_up(&device)?;
@@ -221,20 +221,20 @@ fn prefill_shape(args: &PrefillArgs) -> Result<()> {
     let folder = tempfile::tempdir().map_err(|e| Error::io(std::env::temp_dir(), e))?;
     let dense = folder.path().join("dense.safetensors");
     say("making the dense part");
-    write_dense(&dense, &shape, args.seed)?;
+    write_dense(&dense, &shape, args.model.seed)?;
     let few = args.slots_per_layer.iter().map(|n| Some(*n));
     let mut measured = Vec::new();
     let mut spans = Vec::new();
-    let what = format!("Prefill, {} shape, {} layers, {}", shape.name, shape.layers, args.format);
+    let what = format!("Prefill, {} shape, {} layers, {}", shape.name, shape.layers, args.model.format);
     let mut plot = Plot::new(what, "slots, all layers together");
     for slots in few.chain(args.resident.then_some(None)) {
         let timeline = args.timeline.as_ref().map(|_| Arc::new(Timeline::default()));
         let model = Decode {
-            format: args.format,
-            resident: args.resident_format,
+            format: args.model.format,
+            resident: args.model.resident_format,
             slots_per_layer: slots,
-            seed: args.seed,
-            store: args.store.clone(),
+            seed: args.model.seed,
+            store: args.model.store.clone(),
             dense: Some(dense.clone()),
             ring: args.ring.map(|mib| mib << 20),
             timeline: timeline.clone(),
