@@ -3,7 +3,8 @@
 //! The shape is that of candle-transformers' Mixtral, made small, with random weights. What a project changes is
 //! between the two rulers: it keeps its router and gives everything after top-k to the cache.
 //!
-//! `cargo run --release -p comoe-core --example mixtral_block`
+//! `cargo run --release -p comoe-core --example mixtral_block`, and on a GPU
+//! `cargo run --release -p comoe-core --example mixtral_block --features cuda -- cuda`
 
 use std::collections::HashMap;
 
@@ -63,7 +64,11 @@ fn reference(weights: &HashMap<String, Tensor>, x: &Tensor) -> Result<Tensor> {
 }
 
 fn main() -> comoe_core::Result<()> {
-    let device = Device::Cpu;
+    // A plain device, as any candle project makes it.
+    let device = match std::env::args().nth(1).as_deref() {
+        Some("cuda") => Device::new_cuda(0)?,
+        _ => Device::Cpu,
+    };
     let prefix = "model.layers.0.block_sparse_moe";
     let random = |rows: usize, cols: usize| {
         Tensor::randn(0f32, 1.0 / (cols as f32).sqrt(), (rows, cols), &device)?.to_dtype(DType::BF16)
@@ -93,7 +98,7 @@ fn main() -> comoe_core::Result<()> {
             (block.forward(&x)? - reference(&weights, &x)?)?.abs()?.max_all()?.to_scalar::<f32>()?;
         worst = worst.max(difference);
     }
-    println!("{}", cache.stats());
+    println!("on {}\n{}", cache.backend_info().device, cache.stats());
     println!("largest difference from plain candle: {worst:.1e}");
     assert!(worst < 1e-4);
     let _ = std::fs::remove_file(&file);
