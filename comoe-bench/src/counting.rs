@@ -1,13 +1,14 @@
 //! Counts which experts are used, from behind the cache.
 
 use std::borrow::Cow;
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use candle_core::Tensor;
 use comoe_core::Result;
 use comoe_core::backend::{
-    Backend, BackendInfo, DeviceDriver, Fill, Queue, SlotId, Ticket, TransferTime, Work, WorkItem,
+    Backend, BackendInfo, Chunks, DeviceDriver, Fill, Queue, SlotId, Ticket, TransferTime, Work, WorkItem,
 };
 use comoe_core::store::{Directory, RecordIndex};
 
@@ -36,6 +37,18 @@ impl Backend for Counting {
 
     fn allocate(&mut self, slots: usize, slot_bytes: usize) -> Result<()> {
         self.inner.allocate(slots, slot_bytes)
+    }
+
+    fn chunks(&self) -> std::result::Result<Chunks, String> {
+        self.inner.chunks()
+    }
+
+    fn set_unused(&mut self, unused: Range<u32>) -> Result<u64> {
+        self.inner.set_unused(unused)
+    }
+
+    fn reserve(&mut self, work: &Work<'_>) -> Result<()> {
+        self.inner.reserve(work)
     }
 
     fn fill(&mut self, queue: Queue, after: &[Ticket], fills: &[Fill]) -> Result<Ticket> {

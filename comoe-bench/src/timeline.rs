@@ -7,6 +7,7 @@
 
 use std::borrow::Cow;
 use std::collections::HashMap;
+use std::ops::Range;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -15,7 +16,7 @@ use std::time::Instant;
 use candle_core::Tensor;
 use comoe_core::Result as CoreResult;
 use comoe_core::backend::{
-    Backend, BackendInfo, DeviceDriver, Fill, Queue, SlotId, Ticket, TransferTime, Work, WorkItem,
+    Backend, BackendInfo, Chunks, DeviceDriver, Fill, Queue, SlotId, Ticket, TransferTime, Work, WorkItem,
 };
 use comoe_core::store::{Directory, RecordIndex, RecordSource};
 use serde_json::{Value, json};
@@ -183,6 +184,18 @@ impl Backend for TimedBackend {
 
     fn allocate(&mut self, slots: usize, slot_bytes: usize) -> CoreResult<()> {
         self.inner.allocate(slots, slot_bytes)
+    }
+
+    fn chunks(&self) -> std::result::Result<Chunks, String> {
+        self.inner.chunks()
+    }
+
+    fn set_unused(&mut self, unused: Range<u32>) -> CoreResult<u64> {
+        self.inner.set_unused(unused)
+    }
+
+    fn reserve(&mut self, work: &Work<'_>) -> CoreResult<()> {
+        self.inner.reserve(work)
     }
 
     fn fill(&mut self, queue: Queue, after: &[Ticket], fills: &[Fill]) -> CoreResult<Ticket> {

@@ -177,9 +177,13 @@ pub(crate) struct ModelArgs {
     /// Decode on a GPU step by step, not as one CUDA graph: slower, with the same tokens, for looking at a problem
     #[arg(long, help_heading = "Device")]
     pub(crate) no_graph: bool,
-    /// Tokens of context, answer included [default: the model's, at most 4096]
+    /// Tokens of context that memory is planned for, answer included; a longer one takes memory from the experts' slots
+    /// [default: the model's, at most 4096]
     #[arg(long, value_name = "N", value_parser = parse_positive, help_heading = "Experts and memory")]
     pub(crate) context: Option<usize>,
+    /// Tokens of context that a talk may grow to [default: the model's]
+    #[arg(long, value_name = "N", value_parser = parse_positive, help_heading = "Experts and memory")]
+    pub(crate) context_limit: Option<usize>,
     /// Experts to keep in the pool, in all layers together
     #[arg(long, value_name = "N", group = "room", help_heading = "Experts and memory")]
     slots: Option<usize>,

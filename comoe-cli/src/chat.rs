@@ -61,7 +61,7 @@ pub(crate) fn run(args: &ChatArgs) -> Result<()> {
                 "/help" => say!("{HELP}"),
                 "/stats" => say_stats(&loaded, &memory),
                 "/reset" => {
-                    talk.reset();
+                    talk.reset()?;
                     say!("the conversation is forgotten");
                 }
                 other => say!("{other} is no command; /help lists them"),

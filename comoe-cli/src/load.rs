@@ -87,6 +87,7 @@ fn load_with<M: AsRef<Decoder>>(
         dtype: args.compute.unwrap_or(if on_gpu { DType::BF16 } else { DType::F32 }),
         dense: args.dense_format,
         context: args.context,
+        most_context: args.context_limit,
         cache: CacheOptions {
             capacity: args.capacity().unwrap_or_else(|| default_capacity(&opened.device)),
             policy: args.policy,

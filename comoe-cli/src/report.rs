@@ -45,6 +45,10 @@ struct Timings {
 #[derive(Debug, Serialize)]
 struct Cache {
     slots: usize,
+    /// Slots come and go: the fewest and the most there were, and how often that changed.
+    least_slots: usize,
+    most_slots: usize,
+    resizes: u64,
     staging_slots: usize,
     ring_slots: usize,
     experts: usize,
@@ -111,6 +115,9 @@ impl Cache {
         let options = &loaded.options.cache;
         Self {
             slots: stats.slots,
+            least_slots: stats.least_slots,
+            most_slots: stats.most_slots,
+            resizes: stats.resizes,
             staging_slots: stats.staging_slots,
             ring_slots: stats.ring_slots,
             experts: stats.records,

@@ -72,11 +72,14 @@ impl<'m> Talk<'m> {
     }
 
     /// Forgets what was said.
-    pub(crate) fn reset(&mut self) {
-        match &mut self.partner {
+    ///
+    /// # Errors
+    /// When the device fails.
+    pub(crate) fn reset(&mut self) -> Result<()> {
+        Ok(match &mut self.partner {
             Partner::Chat(conversation) => conversation.reset(),
             Partner::Text(text) => text.reset(),
-        }
+        }?)
     }
 
     /// Says `text` and prints the answer as it comes. Ctrl-C stops the answer.
@@ -146,10 +149,13 @@ impl<'m> Talk<'m> {
             match generation.finish {
                 Finish::Stop => {}
                 Finish::Length => say!(
-                    "note: the answer was cut at {} tokens; --max-tokens and --context set the limits",
+                    "note: the answer was cut at {} tokens; --max-tokens and --context-limit set the limits",
                     generation.tokens.len()
                 ),
                 Finish::Cancelled => say!("note: the answer was stopped"),
+            }
+            if let Some(note) = &generation.context_note {
+                say!("note: {note}");
             }
             if let Some(reason) = &generation.graph_note {
                 say!("note: decoded without a CUDA graph: {reason}");
@@ -198,9 +204,9 @@ struct RawText<'m> {
 }
 
 impl RawText<'_> {
-    fn reset(&mut self) {
-        self.session.reset();
+    fn reset(&mut self) -> comoe_models::Result<()> {
         self.tokens.clear();
+        self.session.reset()
     }
 
     fn continue_with(
@@ -212,7 +218,7 @@ impl RawText<'_> {
         let model: &Model = self.session.model();
         let mut tokens = self.tokens.clone();
         tokens.extend(model.tokenizer().encode(text, tokens.is_empty())?);
-        let room = model.decoder().context().saturating_sub(tokens.len());
+        let room = model.decoder().most_context().saturating_sub(tokens.len());
         // A limit that was asked for is kept to the token, or refused; ours gives way to the context.
         let max_tokens = options.max_tokens.or(Some(MAX_TOKENS.min(room.max(1))));
         let generation =

@@ -36,6 +36,13 @@ struct Missing {
     uint32_t slot;
 };
 
+// Slots that compete. How many there are is read here at every step, so that a graph holds when it changes.
+struct Partition {
+    uint64_t clock;  // its next access, from 1
+    uint32_t first;  // where its slots begin in `slots`
+    uint32_t count;
+};
+
 struct Resolve {
     const uint32_t* ids;     // [assignments]
     const float* weights;    // [assignments]
@@ -44,7 +51,9 @@ struct Resolve {
     uint32_t* owner;         // [slots of the pool] record in a slot, or kNone
     uint64_t* stamp;         // [slots of the pool] its record's last access, or its score; the lowest leaves; 0: free
     uint64_t* score;         // [records] bits of the log2 of their decayed counts, 0: none yet; null: least recently used
-    uint64_t* clock;         // the next access of this partition, from 1
+    Partition* partition;    // this layer's
+    const uint32_t* slots;   // [slots of the pool] by partition, ascending
+    const uint32_t* place;   // [slots of the pool] of a slot among its partition's
     Counters* counters;      // of this layer
     Progress* progress;
     Missing* missing;        // [assignments] with FAULT_MISSING
@@ -61,14 +70,12 @@ struct Resolve {
     uint32_t top_k;
     uint32_t experts;
     uint32_t first_record;   // of this layer
-    uint32_t first_slot;     // of this layer's partition
-    uint32_t slots;          // of it
     uint32_t layer;          // ordinal
     uint32_t weight_on_input;
     uint32_t ordinal;        // of the step in its token
     uint32_t unused;
 };
-static_assert(sizeof(Resolve) == 200 && sizeof(Fault) == 16 && sizeof(Counters) == 32, "mirrored structs");
+static_assert(sizeof(Resolve) == 208 && sizeof(Partition) == 16 && sizeof(Fault) == 16 && sizeof(Counters) == 32, "mirrored structs");
 static_assert(sizeof(Progress) == 8 && sizeof(Missing) == 8, "mirrored structs");
 
 template <int N>
@@ -107,7 +114,7 @@ __device__ __forceinline__ uint64_t raised(uint64_t score, uint64_t tick, double
 extern "C" __global__ void __launch_bounds__(1024) resolve(const Resolve r) {
     __shared__ uint32_t ids[kMostAssignments], first[kMostAssignments], victims[kMostAssignments];
     __shared__ uint64_t stamps[kMostSlots];
-    __shared__ uint32_t owners[kMostSlots];
+    __shared__ uint32_t owners[kMostSlots], slots[kMostSlots];
     __shared__ bool missing[kMostAssignments], taken[kMostSlots];
     __shared__ uint32_t bad;
     // The next kernel may be set up from here on; like this one, it waits before it reads what the one before it writes.
@@ -118,7 +125,8 @@ extern "C" __global__ void __launch_bounds__(1024) resolve(const Resolve r) {
     const uint32_t id = mine ? r.ids[t] : 0;
     const float weight = mine ? r.weights[t] : 0.f;
     const bool stopped = r.fault->kind != FAULT_NONE;
-    const uint64_t now = *r.clock;
+    const Partition partition = *r.partition;
+    const uint64_t now = partition.clock;
     const Progress progress = *r.progress;
     if (t == 0) bad = kNone;
     if (mine) ids[t] = id;
@@ -204,26 +212,30 @@ extern "C" __global__ void __launch_bounds__(1024) resolve(const Resolve r) {
     }
     if (leads && where != kNone && !was_done) r.stamp[where] = stamp;
 
+    const uint32_t competing = partition.count;
     if (misses > 0) {
-        for (uint32_t s = t; s < r.slots; s += blockDim.x) {
+        const uint32_t place = leads && where != kNone ? r.place[where] : 0;
+        for (uint32_t s = t; s < competing; s += blockDim.x) {
+            const uint32_t slot = r.slots[partition.first + s];
             taken[s] = false;
-            stamps[s] = r.stamp[r.first_slot + s];
-            owners[s] = r.owner[r.first_slot + s];
+            slots[s] = slot;
+            stamps[s] = r.stamp[slot];
+            owners[s] = r.owner[slot];
         }
         victims[t] = kNone;
         __syncthreads();
-        if (leads && where != kNone) taken[where - r.first_slot] = true;
+        if (leads && where != kNone) taken[place] = true;
         __syncthreads();
         // The m-th miss takes the slot with the m-th lowest stamp outside the set, of equals that of the lower record;
         // free slots come first, in ascending order.
         auto tie = [&](uint32_t s) { return stamps[s] == 0 ? s : owners[s]; };
-        for (uint32_t s = t; s < r.slots; s += blockDim.x) {
+        for (uint32_t s = t; s < competing; s += blockDim.x) {
             if (taken[s]) continue;
             uint32_t lower = 0;
-            for (uint32_t o = 0; o < r.slots; o++) {
+            for (uint32_t o = 0; o < competing; o++) {
                 lower += !taken[o] && (stamps[o] < stamps[s] || (stamps[o] == stamps[s] && tie(o) < tie(s)));
             }
-            if (lower < misses) victims[lower] = r.first_slot + s;
+            if (lower < misses) victims[lower] = s;
         }
         __syncthreads();
     }
@@ -234,10 +246,10 @@ extern "C" __global__ void __launch_bounds__(1024) resolve(const Resolve r) {
             item.src = r.pool + where * r.stride;
         } else {
             item.src = address;
-            const uint32_t slot = victims[miss];
+            const uint32_t victim = victims[miss], slot = victim == kNone ? kNone : slots[victim];
             // Without a victim it is read and not stored.
             if (slot != kNone) {
-                const uint32_t old = owners[slot - r.first_slot];
+                const uint32_t old = owners[victim];
                 if (old != kNone) r.slot_of[old] = kNone;
                 r.owner[slot] = record;
                 r.slot_of[record] = slot;
@@ -257,7 +269,7 @@ extern "C" __global__ void __launch_bounds__(1024) resolve(const Resolve r) {
     if (t == 0) {
         *r.progress = Progress{was_done ? done : r.ordinal + 1, 0};
         if (!was_done) {
-            *r.clock = now + unique;
+            r.partition->clock = now + unique;
             r.counters->steps += 1;
             r.counters->steps_with_miss += misses > 0;
             r.counters->accesses += unique;

@@ -1,6 +1,7 @@
 //! The one door: [`ExpertCache`] for experts, [`RecordCache`] for any other keyed bytes.
 
 mod builder;
+mod elastic;
 mod options;
 mod token;
 
@@ -10,6 +11,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use candle_core::{DType, Device, Tensor};
 
 pub use builder::CacheBuilder;
+pub use elastic::SlotsInForce;
 pub use options::{CacheOptions, Capacity, Scope};
 pub use token::{Token, TokenOutcome};
 

@@ -154,6 +154,26 @@ pub enum Error {
         least: usize,
     },
 
+    /// Slots that cannot be given up or come back while the cache lives.
+    #[error("the slots are fixed: {reason}; start again with another number of slots")]
+    FixedSlots {
+        /// Why, as a clause.
+        reason: String,
+    },
+
+    /// The slots have no memory left to give up.
+    #[error(
+        "{asked} bytes are more than the experts' slots can give up ({most}): {least} slots are needed for one token"
+    )]
+    NothingToLend {
+        /// Bytes that were asked for.
+        asked: u64,
+        /// Bytes that could be had.
+        most: u64,
+        /// Slots that stay in any case.
+        least: usize,
+    },
+
     /// The pool's bytes hold fewer records than one layer's top-k.
     #[error(
         "a pool of {asked} bytes is too small: one layer's top-k needs {slots} experts of {record_bytes} bytes; give at \

@@ -67,9 +67,12 @@ mod sys;
 pub mod trace;
 
 pub use backend::DriverKind;
-pub use backend::cuda::{CudaOptions, ResidentFormat, cuda_device, cuda_device_count, cuda_memory};
+pub use backend::cuda::{
+    CudaOptions, ResidentFormat, cuda_device, cuda_device_count, cuda_give_back, cuda_memory,
+};
 pub use cache::{
-    CacheBuilder, CacheLayer, CacheOptions, Capacity, ExpertCache, RecordCache, Scope, Token, TokenOutcome,
+    CacheBuilder, CacheLayer, CacheOptions, Capacity, ExpertCache, RecordCache, Scope, SlotsInForce, Token,
+    TokenOutcome,
 };
 pub use error::{Error, Result};
 pub use expert::{Activation, ExpertId, ExpertLayout, ExpertSpec, WeightOn};

@@ -1,8 +1,8 @@
 //! Which slot holds a record? A pure state machine: no device, no threads, no clock.
 //!
 //! Slots are divided into partitions (one per layer, or a single one) and a staging area. A partition's policy
-//! chooses victims among its records that are not pinned. Partitions and staging keep their sizes: promoting a staged
-//! record moves its slot into the partition, and the slot it displaces into staging.
+//! chooses victims among its records that are not pinned. Promoting a staged record moves its slot into the partition,
+//! and the slot it displaces into staging, so that both keep their sizes.
 
 use crate::backend::SlotId;
 use crate::error::{Error, Result};
@@ -35,6 +35,8 @@ pub struct Located {
 enum Home {
     Partition(usize),
     Staging,
+    /// Given up.
+    Away,
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -49,6 +51,10 @@ struct Partition {
 }
 
 /// How many slots each partition has, and which layer uses which.
+///
+/// Slots are dealt out like cards: slot 0 to the first partition, 1 to the second, and so on, round after round, to those
+/// that have room still. So the first `n` slots are a smaller pool that is divided as evenly, and a pool that gives up its
+/// last slots takes from every layer alike. Staging slots come behind.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PoolShape {
     /// Slots of each partition.
@@ -68,17 +74,23 @@ impl PoolShape {
     /// A partition per layer, as equal as possible, none larger than its layer's `experts`; what is left over goes
     /// to the first layers with room.
     pub fn by_layer(slots: usize, experts: &[usize], staging: usize) -> Self {
-        let mut partitions = vec![0; experts.len()];
-        let mut left = slots.min(experts.iter().sum());
-        while left > 0 {
-            for (have, &most) in partitions.iter_mut().zip(experts) {
-                if left > 0 && *have < most {
-                    *have += 1;
-                    left -= 1;
-                }
-            }
-        }
-        Self { partitions, partition_of: (0..experts.len()).collect(), staging }
+        let all = Self { partitions: experts.to_vec(), partition_of: (0..experts.len()).collect(), staging };
+        all.first(slots)
+    }
+
+    /// The pool of the first `slots` slots, with the same staging slots.
+    #[must_use]
+    pub fn first(&self, slots: usize) -> Self {
+        let mut partitions = vec![0; self.partitions.len()];
+        self.dealt().take(slots).for_each(|p| partitions[p] += 1);
+        Self { partitions, ..self.clone() }
+    }
+
+    /// The partition of each slot but the staging slots, slot 0 first.
+    pub fn dealt(&self) -> impl Iterator<Item = usize> + '_ {
+        let rounds = self.partitions.iter().max().copied().unwrap_or(0);
+        let round = move |r| (0..self.partitions.len()).filter(move |&p| self.partitions[p] > r);
+        (0..rounds).flat_map(round)
     }
 
     /// Slots without staging.
@@ -110,6 +122,7 @@ pub struct DecayedCounts {
 /// Maps records to slots.
 pub struct Pool {
     shape: PoolShape,
+    most: PoolShape,
     slots: Vec<Slot>,
     slot_of: Vec<Option<SlotId>>,
     partitions: Vec<Partition>,
@@ -125,34 +138,32 @@ impl Pool {
         records: usize,
         mut policy: impl FnMut(usize) -> Box<dyn EvictionPolicy>,
     ) -> Self {
-        let mut slots = Vec::with_capacity(shape.slots() + shape.staging);
-        let mut range = |count: usize, home| {
-            let first = slots.len() as u32;
-            slots.extend((0..count).map(|_| Slot { state: SlotState::Free, home }));
-            // Reversed, so that slots are taken in ascending order.
-            (first..first + count as u32).rev().map(SlotId).collect::<Vec<_>>()
-        };
-        let partitions = shape
-            .partitions
-            .iter()
-            .enumerate()
-            .map(|(i, &n)| Partition { free: range(n, Home::Partition(i)), policy: policy(n) })
-            .collect();
-        let staging_free = range(shape.staging, Home::Staging);
-        Self {
+        let homes = shape.dealt().map(Home::Partition);
+        let homes = homes.chain(std::iter::repeat_n(Home::Staging, shape.staging));
+        let partitions =
+            shape.partitions.iter().map(|&n| Partition { free: Vec::new(), policy: policy(n) }).collect();
+        let mut this = Self {
+            slots: homes.map(|home| Slot { state: SlotState::Free, home }).collect(),
+            most: shape.clone(),
             shape,
-            slots,
             slot_of: vec![None; records],
             partitions,
             pinned: vec![false; records],
-            staging_free,
+            staging_free: Vec::new(),
             staged: Vec::new(),
-        }
+        };
+        this.list_free();
+        this
     }
 
     /// The division into partitions.
     pub fn shape(&self) -> &PoolShape {
         &self.shape
+    }
+
+    /// The division that it was made with: [`Self::resize`] takes slots away and gives them back.
+    pub fn most(&self) -> &PoolShape {
+        &self.most
     }
 
     /// What each slot holds.
@@ -337,15 +348,10 @@ impl Pool {
                 partition.policy.remove(record);
                 self.slot_of[record.0 as usize] = None;
             }
-            partition.free.clear();
         }
-        // Backwards, so that free slots are taken in ascending order.
-        for (i, slot) in self.slots.iter_mut().enumerate().rev() {
-            if let Home::Partition(p) = slot.home {
+        for slot in &mut self.slots {
+            if matches!(slot.home, Home::Partition(_)) {
                 slot.state = SlotState::Free;
-                if !used[i] {
-                    self.partitions[p].free.push(SlotId(i as u32));
-                }
             }
         }
         for (p, records) in residency.partitions.iter().enumerate() {
@@ -358,7 +364,79 @@ impl Pool {
                 self.partitions[p].policy.adopt(record);
             }
         }
+        self.list_free();
         Ok(())
+    }
+
+    /// Changes the number of slots, which cannot be more than it was made with, and returns what lost its slot, with
+    /// everything that was staged. Nothing may be pinned.
+    ///
+    /// The last slots leave, from every partition alike, and come back free. Records keep their slots, but where promotions
+    /// have mixed the partitions' slots with the staging slots some more may lose theirs.
+    pub fn resize(&mut self, slots: usize) -> Vec<RecordIndex> {
+        let mut left = self.unstage(0..self.slot_of.len() as u32);
+        let dealt = self.most.slots();
+        self.shape = self.most.first(slots);
+        let (kept, mut room) = (self.shape.slots(), self.shape.partitions.clone());
+        let mut staging = self.shape.staging;
+        // Those whose home has no room for them.
+        let mut homeless = Vec::new();
+        for i in 0..self.slots.len() {
+            let here = i < kept || i >= dealt;
+            let room = match self.slots[i].home {
+                Home::Partition(p) if here => Some(&mut room[p]),
+                Home::Staging if here => Some(&mut staging),
+                _ => None,
+            };
+            if let Some(room) = room.filter(|room| **room > 0) {
+                *room -= 1;
+                continue;
+            }
+            left.extend(self.empty(SlotId(i as u32)));
+            self.slots[i].home = Home::Away;
+            if here {
+                homeless.push(i);
+            }
+        }
+        let homes: Vec<usize> = self.most.dealt().collect();
+        for i in homeless {
+            // The partition that it was dealt to at first, if that has room.
+            let own = homes.get(i).copied().filter(|&p| room[p] > 0);
+            self.slots[i].home = match own.or_else(|| room.iter().position(|&n| n > 0)) {
+                Some(p) => {
+                    room[p] -= 1;
+                    Home::Partition(p)
+                }
+                None => Home::Staging,
+            };
+        }
+        self.list_free();
+        left
+    }
+
+    /// Takes a record out of its slot.
+    fn empty(&mut self, slot: SlotId) -> Option<RecordIndex> {
+        let Slot { state, home } = &mut self.slots[slot.0 as usize];
+        let (SlotState::Loading(record) | SlotState::Resident(record)) = *state else { return None };
+        *state = SlotState::Free;
+        self.slot_of[record.0 as usize] = None;
+        if let Home::Partition(p) = *home {
+            self.partitions[p].policy.remove(record);
+        }
+        Some(record)
+    }
+
+    /// Lists the free slots anew, so that they are taken in ascending order.
+    fn list_free(&mut self) {
+        self.partitions.iter_mut().for_each(|p| p.free.clear());
+        self.staging_free.clear();
+        for (i, slot) in self.slots.iter().enumerate().rev().filter(|(_, s)| s.state == SlotState::Free) {
+            match slot.home {
+                Home::Partition(p) => self.partitions[p].free.push(SlotId(i as u32)),
+                Home::Staging => self.staging_free.push(SlotId(i as u32)),
+                Home::Away => {}
+            }
+        }
     }
 
     /// Takes a slot out of the layer's partition.
@@ -385,11 +463,13 @@ impl Pool {
     /// Describes the first broken invariant, if any. For tests and `--check`.
     pub fn inconsistency(&self) -> Option<String> {
         let mut counts = vec![0; self.shape.partitions.len()];
-        let mut staging = 0;
+        let (mut staging, mut away) = (0, 0);
         for (slot, state) in self.states() {
             match self.slots[slot.0 as usize].home {
                 Home::Partition(p) => counts[p] += 1,
                 Home::Staging => staging += 1,
+                Home::Away if state == SlotState::Free => away += 1,
+                Home::Away => return Some(format!("{slot:?} is given up and holds {state:?}")),
             }
             if let SlotState::Loading(r) | SlotState::Resident(r) = state
                 && self.slot_of[r.0 as usize] != Some(slot)
@@ -410,163 +490,11 @@ impl Pool {
             ));
         }
         let free: usize = self.partitions.iter().map(|p| p.free.len()).sum();
-        (free + self.staging_free.len() + held != self.slots.len()).then(|| "a slot is lost".to_owned())
+        (free + self.staging_free.len() + held + away != self.slots.len())
+            .then(|| "a slot is lost".to_owned())
     }
 }
 
 #[cfg(test)]
-mod tests {
-    use proptest::prelude::*;
-
-    use super::*;
-    use crate::policy::PolicyKind;
-
-    fn r(n: u32) -> RecordIndex {
-        RecordIndex(n)
-    }
-
-    fn pool(shape: PoolShape, records: usize) -> Pool {
-        pool_by(PolicyKind::Lru, shape, records)
-    }
-
-    fn pool_by(policy: PolicyKind, shape: PoolShape, records: usize) -> Pool {
-        Pool::new(shape, records, |slots| policy.build(slots, records, 2))
-    }
-
-    #[test]
-    fn slots_are_shared_out_evenly_and_never_beyond_a_layers_experts() {
-        assert_eq!(PoolShape::by_layer(10, &[4, 4, 4], 0).partitions, [4, 3, 3]);
-        assert_eq!(PoolShape::by_layer(10, &[8, 1, 8], 0).partitions, [5, 1, 4]);
-        assert_eq!(PoolShape::by_layer(99, &[4, 2], 0).partitions, [4, 2]);
-    }
-
-    #[test]
-    fn promotion_swaps_slots_and_copies_nothing() {
-        let mut p = pool(PoolShape::global(2, 1, 1), 8);
-        let (a, b) = (p.place(0, r(0)).unwrap(), p.place(0, r(1)).unwrap());
-        let s = p.stage(r(2)).unwrap();
-        assert_eq!(p.stage(r(3)), None);
-        assert!(p.promote(0, r(2)));
-        assert_eq!(p.locate(r(2)), Some(Located { slot: s, loading: true, staged: false }));
-        assert_eq!(p.locate(r(0)), None, "the least recent left");
-        assert_eq!(p.stage(r(3)), Some(a), "its slot is the new staging slot");
-        assert_eq!(p.locate(r(1)).unwrap().slot, b);
-        assert_eq!(p.inconsistency(), None);
-    }
-
-    #[test]
-    fn vllm_37190_a_member_of_the_set_is_never_a_victim() {
-        let mut p = pool(PoolShape::global(2, 1, 1), 8);
-        p.place(0, r(0));
-        p.place(0, r(1));
-        p.pin([r(0), r(1), r(2), r(3)]);
-        assert_eq!(p.place(0, r(2)), None);
-        p.stage(r(3));
-        assert!(!p.promote(0, r(3)), "it stays staged");
-        p.unpin([r(1)]);
-        p.place(0, r(2)).unwrap();
-        assert_eq!((p.locate(r(1)), p.locate(r(0)).is_some()), (None, true));
-        assert_eq!(p.inconsistency(), None);
-    }
-
-    #[test]
-    fn a_residency_that_does_not_fit_is_refused_and_changes_nothing() {
-        let mut p = pool(PoolShape::by_layer(4, &[4, 4], 1), 8);
-        p.place(0, r(0));
-        p.place(1, r(5));
-        p.stage(r(2));
-        let before = p.residency();
-        for bad in [
-            vec![vec![]],
-            vec![vec![(r(0), SlotId(2))], vec![]],
-            vec![vec![(r(0), SlotId(4))], vec![]],
-            vec![vec![(r(0), SlotId(9))], vec![]],
-            vec![vec![(r(9), SlotId(0))], vec![]],
-            vec![vec![(r(2), SlotId(0))], vec![]],
-            vec![vec![(r(0), SlotId(0)), (r(1), SlotId(0))], vec![]],
-            vec![vec![(r(0), SlotId(0)), (r(0), SlotId(1))], vec![]],
-        ] {
-            let residency = Residency { partitions: bad.clone(), counts: None };
-            let error = p.restore(&residency).unwrap_err().to_string();
-            assert!(error.starts_with("residency"), "{bad:?}: {error}");
-            assert_eq!((p.residency(), p.inconsistency()), (before.clone(), None), "{bad:?}");
-        }
-    }
-
-    proptest! {
-        /// A pool that takes over what another held goes on exactly as that one would have.
-        #[test]
-        fn residency_and_order_survive_a_hand_over(
-            policy in prop::sample::select(vec![PolicyKind::Lru, PolicyKind::Aged, PolicyKind::Lfru]),
-            global in any::<bool>(),
-            slots in 3usize..13,
-            steps in prop::collection::vec((0usize..3, prop::collection::vec(0u32..6, 1..7)), 1..60),
-            at in 0usize..60,
-        ) {
-            let shape = match global {
-                true => PoolShape::global(slots, 3, 0),
-                false => PoolShape::by_layer(slots, &[6, 6, 6], 0),
-            };
-            let mut kept = pool_by(policy, shape.clone(), 18);
-            let mut handed = pool_by(policy, shape.clone(), 18);
-            for (step, (layer, set)) in steps.into_iter().enumerate() {
-                let mut members: Vec<RecordIndex> = Vec::new();
-                for e in set {
-                    let record = r(layer as u32 * 6 + e);
-                    if !members.contains(&record) {
-                        members.push(record);
-                    }
-                }
-                if step == at {
-                    let mut fresh = pool_by(policy, shape.clone(), 18);
-                    // What it knew before must not matter.
-                    fresh.access(0, &[r(1)]);
-                    fresh.access(2, &[r(17), r(16)]);
-                    fresh.restore(&handed.residency()).unwrap();
-                    handed = fresh;
-                }
-                for p in [&mut kept, &mut handed] {
-                    p.access(layer, &members);
-                    prop_assert_eq!(p.inconsistency(), None);
-                }
-                prop_assert_eq!(kept.residency(), handed.residency());
-            }
-        }
-
-        #[test]
-        fn stays_consistent_under_any_steps(
-            global in any::<bool>(),
-            slots in 1usize..13,
-            staging in 0usize..4,
-            steps in prop::collection::vec((0usize..3, prop::collection::btree_set(0u32..6, 1..7), 0u32..6), 1..80),
-        ) {
-            let shape = if global { PoolShape::global(slots, 3, staging) } else {
-                PoolShape::by_layer(slots.max(3), &[6, 6, 6], staging)
-            };
-            let mut p = pool(shape, 18);
-            for (layer, set, guess) in steps {
-                let set: Vec<_> = set.into_iter().map(|e| r(layer as u32 * 6 + e)).collect();
-                p.pin(set.iter().copied());
-                let before: Vec<_> = set.iter().filter_map(|&x| p.locate(x).map(|l| (x, l.slot))).collect();
-                for &x in &set {
-                    match p.locate(x) {
-                        Some(l) if l.staged => { p.promote(layer, x); }
-                        Some(_) => p.hit(layer, x),
-                        None => if let Some(slot) = p.place(layer, x) { p.arrived(slot) },
-                    }
-                    prop_assert_eq!(p.inconsistency(), None);
-                }
-                for (x, slot) in before {
-                    prop_assert_eq!(p.locate(x).map(|l| l.slot), Some(slot), "a pinned record moved");
-                }
-                p.unpin(set.iter().copied());
-                p.unstage(layer as u32 * 6..layer as u32 * 6 + 6);
-                let next = r(((layer as u32 + 1) % 3) * 6 + guess);
-                if p.locate(next).is_none() {
-                    p.stage(next);
-                }
-                prop_assert_eq!(p.inconsistency(), None);
-            }
-        }
-    }
-}
+#[path = "pool_tests.rs"]
+mod tests;

@@ -11,6 +11,7 @@
 
 mod device;
 mod prefetch;
+mod resize;
 mod ring;
 mod stream;
 #[cfg(test)]
@@ -25,6 +26,7 @@ use candle_core::Tensor;
 pub(crate) use prefetch::PrefetchEngine;
 pub use prefetch::PrefetchTrigger;
 use prefetch::Seen;
+pub use resize::SlotsInForce;
 
 use crate::backend::{Backend, Fill, Queue, SlotId, Ticket, Work, WorkItem};
 use crate::error::{Error, Result};
@@ -114,6 +116,7 @@ pub(crate) struct Engine {
     stats: CacheStats,
     rules: Rules,
     drive: device::Drive,
+    elastic: resize::Elastic,
     /// Text of the first error: from then on nothing in the slots is trusted.
     failed: Option<String>,
     /// The slot that the next sampled check begins with.
@@ -130,6 +133,7 @@ impl Engine {
         stream: StreamPlan,
         rules: Rules,
     ) -> Result<Self> {
+        let in_force = pool.shape().slots();
         let in_pool = pool.shape().slots() + pool.shape().staging;
         let slots = in_pool + stream.ring_slots;
         backend.allocate(slots, slot_bytes)?;
@@ -148,6 +152,7 @@ impl Engine {
             stats: CacheStats::default(),
             rules,
             drive: device::Drive::default(),
+            elastic: resize::Elastic::new(in_force),
             failed: None,
             next_check: 0,
         };
@@ -192,10 +197,13 @@ impl Engine {
 
     pub(crate) fn reset_stats(&mut self) {
         self.reset_device_counts();
+        let slots = self.pool.shape().slots();
         let layers =
             self.directory.layers().iter().map(|e| LayerStats { layer: e.layer, ..Default::default() });
         self.stats = CacheStats {
-            slots: self.pool.shape().slots(),
+            slots,
+            least_slots: slots,
+            most_slots: slots,
             staging_slots: self.pool.shape().staging,
             ring_slots: self.ring.slots(),
             slot_bytes: self.slot_bytes,
@@ -211,6 +219,7 @@ impl Engine {
     pub(crate) fn step(&mut self, step: Step<'_>) -> Result<Tensor> {
         self.refuse_within_token()?;
         self.host_owns()?;
+        self.with_memory(|this| this.backend.reserve(&step.work))?;
         self.guarded(|this| this.try_step(step))
     }
 

@@ -31,8 +31,14 @@ pub struct LayerStats {
 /// Counters since the cache was built or [`reset`](crate::ExpertCache::reset_stats).
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct CacheStats {
-    /// Slots in all, without staging.
+    /// Slots in all, without staging, now.
     pub slots: usize,
+    /// The fewest there were.
+    pub least_slots: usize,
+    /// The most.
+    pub most_slots: usize,
+    /// How often that changed.
+    pub resizes: u64,
     /// Staging slots, on top.
     pub staging_slots: usize,
     /// Slots of the ring that a prompt's records pass through, on top.
@@ -172,6 +178,13 @@ impl fmt::Display for CacheStats {
             self.staging_slots,
             self.ring_slots
         )?;
+        if self.resizes > 0 {
+            writeln!(
+                f,
+                "resized  {} times: {} slots now, {} at least, {} at most",
+                self.resizes, self.slots, self.least_slots, self.most_slots
+            )?;
+        }
         writeln!(
             f,
             "hits     {:.1} % of {} accesses; {} misses, {} of them already on their way",
@@ -279,6 +292,9 @@ mod tests {
             text.contains("75.0 % of 4 accesses") && text.contains("4 slots of 1.5 KiB (6.0 KiB)"),
             "{text}"
         );
+        assert!(!text.contains("resized"), "{text}");
+        let text = CacheStats { resizes: 2, least_slots: 3, most_slots: 9, ..stats(3, 1) }.to_string();
+        assert!(text.contains("resized  2 times: 4 slots now, 3 at least, 9 at most"), "{text}");
         assert_eq!(human_bytes(12), "12 B");
         assert_eq!(human_bytes(3 << 30), "3.0 GiB");
     }

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use candle_core::{DType, Device, Tensor};
 use comoe_core::backend::cpu::CpuBackend;
 use comoe_core::backend::sim::SimBackend;
-use comoe_core::backend::{Backend, DriverKind};
+use comoe_core::backend::{Backend, DriverKind, Fill, Queue, SlotId, WorkItem};
 use comoe_core::store::{RecordIndex, RecordSource};
 use comoe_core::{
     CacheOptions, Capacity, Error, ExpertCache, ExpertFormat, ExpertSpec, PolicyKind, Prefetch, RecordCache,
@@ -91,6 +91,106 @@ fn records_that_only_the_host_can_bring_ask_for_slots_by_layer() {
         let error = build(DriverKind::Device, slots, scope).map(drop).unwrap_err().to_string();
         assert!(error.contains("layers share their slots") && error.contains("use auto or host"), "{error}");
     }
+}
+
+/// The simulation reports a slot that is used after its memory was given up, and an early giving up.
+#[test]
+fn slots_without_memory_are_not_used() {
+    let experts = Experts::random(ExpertSpec::swiglu(16, 16), ExpertFormat::INT8, 1, 8, 1);
+    let fresh = || {
+        let mut backend = SimBackend::new(experts.clone(), 1);
+        backend.allocate(8, experts.layout.record_bytes).unwrap();
+        backend
+    };
+    let fill = |slot| Fill { record: RecordIndex(3), slot: SlotId(slot) };
+    let mut backend = fresh();
+    backend.fill(Queue::Demand, &[], &[fill(6)]).unwrap();
+    let early = backend.set_unused(4..8).unwrap_err().to_string();
+    assert!(early.contains("before every queue was empty"), "{early}");
+    let mut backend = fresh();
+    backend.fill(Queue::Demand, &[], &[fill(6)]).unwrap();
+    backend.synchronize().unwrap();
+    let whole = backend.chunks().unwrap().slab_bytes() as u64;
+    assert!(backend.set_unused(4..8).unwrap() < whole);
+    let refused = backend.fill(Queue::Demand, &[], &[fill(6)]).unwrap_err().to_string();
+    assert!(refused.contains("whose memory was given up") && refused.contains("expert 3"), "{refused}");
+    let item = WorkItem { record: RecordIndex(3), slot: SlotId(6), assignments: vec![0] };
+    assert!(backend.run(std::slice::from_ref(&item)).unwrap_err().to_string().contains("given up"));
+    assert_eq!(backend.set_unused(0..0).unwrap(), whole);
+    let lost = backend.run(&[item]).unwrap_err().to_string();
+    assert!(lost.contains("another record"), "what it held is gone: {lost}");
+    let ticket = backend.fill(Queue::Demand, &[], &[fill(6)]).unwrap();
+    backend.wait(ticket).unwrap();
+}
+
+/// A step that finds no memory for its results gets it from the slots, once; more than they have stops the cache with the
+/// device's own words.
+#[test]
+fn slots_make_room_for_a_step_that_is_short_of_memory() {
+    // Records of 1.6 MB: slots give up 4 MiB more than is missing.
+    let experts = Experts::random(ExpertSpec::swiglu(512, 512), ExpertFormat::Bf16, 1, 16, 1);
+    let slot = experts.layout.record_bytes as u64;
+    let cache = |memory| {
+        let backend = SimBackend::new(experts.clone(), 1).with_memory(memory);
+        let options = CacheOptions { driver: DriverKind::Host, top_k: 2, ..CacheOptions::default() };
+        let builder = ExpertCache::builder(experts.store(), &Device::Cpu).options(options);
+        builder.backend(Box::new(backend)).build().unwrap()
+    };
+    let step = |cache: &ExpertCache, tokens: usize| {
+        let x = Tensor::ones((tokens, 512), DType::F32, &Device::Cpu).unwrap();
+        let ids = Tensor::from_vec([3u32, 9].repeat(tokens), (tokens, 2), &Device::Cpu).unwrap();
+        let weights = Tensor::ones((tokens, 2), DType::F32, &Device::Cpu).unwrap();
+        cache.layer(0).forward(&x, &ids, &weights).map(|y| y.flatten_all().unwrap().to_vec1::<f32>().unwrap())
+    };
+    let (roomy, short) = (cache(u64::MAX), cache(16 * slot + 100_000));
+    assert_eq!(step(&short, 8).unwrap(), step(&roomy, 8).unwrap());
+    assert_eq!(short.stats().resizes, 0);
+    // 64 rows of 2 KB and twice that, where 100 KB are free.
+    assert_eq!(step(&short, 64).unwrap(), step(&roomy, 64).unwrap());
+    let force = short.slots_in_force();
+    assert!((12..15).contains(&force.slots) && force.lent > 4 << 20, "{force:?}");
+    // Growing back finds the memory taken.
+    let slots = short.take_back(u64::MAX).unwrap().slots;
+    assert!((12..16).contains(&slots), "{slots}");
+    assert_eq!(roomy.stats().resizes, 0);
+    let error = step(&short, 8000).unwrap_err();
+    assert!(matches!(error, Error::OutOfDeviceMemory { .. }), "{error}");
+    assert!(matches!(step(&short, 1), Err(Error::Stopped { .. })));
+}
+
+/// Bytes of memory that are this process's own, where the system says.
+#[cfg(target_os = "linux")]
+fn resident_bytes() -> u64 {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap();
+    let line = status.lines().find_map(|l| l.strip_prefix("RssAnon:")).unwrap();
+    1024 * line.trim().trim_end_matches(" kB").parse::<u64>().unwrap()
+}
+
+/// The CPU's slots are memory that goes back to the system.
+#[cfg(target_os = "linux")]
+#[test]
+fn memory_of_slots_on_the_cpu_goes_back_to_the_system() {
+    let experts = Experts::random(ExpertSpec::swiglu(256, 512), ExpertFormat::Bf16, 2, 32, 3);
+    let options = CacheOptions { top_k: 2, ..CacheOptions::default() };
+    let cache = ExpertCache::builder(experts.store(), &Device::Cpu).options(options).build().unwrap();
+    let fill = || {
+        let x = Tensor::ones((32, 256), DType::F32, &Device::Cpu).unwrap();
+        let ids = Tensor::arange(0u32, 32, &Device::Cpu).unwrap().reshape((32, 1)).unwrap();
+        let weights = Tensor::ones((32, 1), DType::F32, &Device::Cpu).unwrap();
+        (0..2).for_each(|l| drop(cache.layer(l).forward(&x, &ids, &weights).unwrap()));
+    };
+    fill();
+    let (full, whole) = (resident_bytes(), cache.slots_in_force().bytes);
+    let few = cache.resize(16).unwrap();
+    let gone = whole - few.bytes;
+    assert!(gone > 30 << 20, "{gone} bytes");
+    // Other tests of this process take and give memory, too, but less than a third of that.
+    let left = full.saturating_sub(resident_bytes());
+    assert!(left > gone * 2 / 3, "{left} bytes left of {gone}");
+    cache.resize(64).unwrap();
+    fill();
+    assert_eq!(cache.check().unwrap(), 64);
+    assert!(resident_bytes() > full - gone / 3);
 }
 
 /// The CPU has no driver of its own; `auto` is the host there, without a word.

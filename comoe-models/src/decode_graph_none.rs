@@ -99,6 +99,19 @@ impl<'m> DeviceSteps<'m> {
         match self.never {}
     }
 
+    /// Lets go of all graphs, so that the KV cache can move.
+    pub fn let_go(&mut self) {
+        match self.never {}
+    }
+
+    /// The sequence may have more tokens from now on.
+    ///
+    /// # Errors
+    /// None.
+    pub fn reach_to(&mut self, _: usize) -> Result<()> {
+        match self.never {}
+    }
+
     /// Waits for what is under way.
     pub fn settle(&mut self) {
         match self.never {}

@@ -17,7 +17,7 @@ use crate::blocks::linear::Linear;
 use crate::blocks::moe::Moe;
 use crate::blocks::norm::Norm;
 use crate::blocks::prefill_attention::PrefillAttention;
-use crate::blocks::rope::RotaryTable;
+use crate::blocks::rope::{RopeTables, Ropes, RotaryTable};
 use crate::blocks::stale_gate;
 use crate::blocks::step::Step;
 use crate::chunk::chunk_tokens;
@@ -42,11 +42,12 @@ pub struct Decoder {
     layers: Vec<Layer>,
     norm: Norm,
     head: Linear,
-    ropes: Vec<RotaryTable>,
+    ropes: Ropes,
     /// On a GPU: kernels and buffers of steps of few tokens. One step at a time uses them.
     fused: Option<Mutex<Fused>>,
     experts: ExpertCache,
     context: usize,
+    most_context: usize,
     /// Tokens of a prompt that go through the model at once. Chunks end at multiples of it, so how a sequence is cut
     /// depends on positions alone.
     chunk: usize,
@@ -91,7 +92,7 @@ impl Ffn {
 
 impl Decoder {
     /// Loads the dense weights of `plan`; experts are served by `experts`. `context` is the number of tokens that a
-    /// sequence can have.
+    /// sequence is planned for.
     ///
     /// # Errors
     /// [`Error::ContextTooLarge`]; [`Error::ExpertMismatch`] when the cache's experts are not those of the plan;
@@ -120,7 +121,6 @@ impl Decoder {
         let prefill = PrefillAttention::load(device, dtype)?;
         let mut build = Builder { weights, plan: &plan, prefix: root.to_owned(), prefill };
         let embedding = build.tensor(&format!("{}.weight", names.embedding), &[plan.vocab, hidden])?;
-        let mut ropes = Vec::new();
         let mut table_of = Vec::<&RopePlan>::new();
         let mut layers = Vec::with_capacity(plan.layers.len());
         for (l, layer) in plan.layers.iter().enumerate() {
@@ -129,8 +129,7 @@ impl Decoder {
                 rope = table_of.iter().position(|known| *known == wanted);
                 if rope.is_none() {
                     table_of.push(wanted);
-                    ropes.push(RotaryTable::new(wanted, context, dtype, device)?);
-                    rope = Some(ropes.len() - 1);
+                    rope = Some(table_of.len() - 1);
                 }
             }
             build.prefix = format!("{root}layers.{l}.");
@@ -150,6 +149,7 @@ impl Decoder {
                 scalar: if layer.scalar { Some(build.scalar()?) } else { None },
             });
         }
+        let ropes = Ropes::new(table_of.into_iter().cloned().collect(), context, dtype, device)?;
         stale_gate::connect(layers.iter_mut().filter_map(|layer| layer.ffn.moe()), &plan);
         build.prefix = root.to_owned();
         let norm = build.norm(names.final_norm)?;
@@ -174,6 +174,7 @@ impl Decoder {
         };
         Ok(Self {
             chunk: chunk_tokens(&plan, context, device.is_cuda()),
+            most_context: plan.most_context(context),
             plan,
             embedding,
             embedding_scale,
@@ -233,9 +234,34 @@ impl Decoder {
         &self.experts
     }
 
-    /// Tokens that a sequence can have.
+    /// Tokens that a sequence is planned for. How prompts are cut into chunks follows from it, also when one grows longer.
     pub fn context(&self) -> usize {
         self.context
+    }
+
+    /// Tokens that a sequence can have when it grows ([`Self::make_room`]): the model's limit, unless another was set.
+    pub fn most_context(&self) -> usize {
+        self.most_context
+    }
+
+    /// Sets another limit, which is kept between the planned context and the model's.
+    pub(crate) fn with_most_context(mut self, most: usize) -> Self {
+        self.most_context = most.clamp(self.context, self.most_context);
+        self
+    }
+
+    /// Rotary tables for the positions of the longest sequence so far.
+    pub(crate) fn ropes(&self) -> RopeTables {
+        self.ropes.tables()
+    }
+
+    pub(crate) fn grow_ropes(&self, positions: usize) -> Result<()> {
+        Ok(self.ropes.grow(positions, self.dtype, &self.device)?)
+    }
+
+    /// Bytes by which tables for so many positions are larger than those that are there.
+    pub(crate) fn more_rope_bytes(&self, positions: usize) -> usize {
+        self.ropes.more_elements(positions) * self.dtype.size_in_bytes()
     }
 
     /// An empty KV cache for one sequence.
@@ -372,13 +398,14 @@ impl Decoder {
             Step::At(_) => self.embed(ids)?,
         };
         let mut branch: Option<Tensor> = None;
+        let ropes = self.ropes();
         for (l, layer) in self.layers.iter().enumerate() {
             if let Step::Fused(fused) = step {
                 fused.next_layer();
             }
             let input;
             (x, input) = add_norm(layer.pre[0].as_ref(), x, branch.as_ref(), step)?;
-            let rope = layer.rope.map(|r| &self.ropes[r]);
+            let rope = layer.rope.map(|r| &ropes[r]);
             let mixed = layer.leave(0, layer.mixer.forward(&input, &kv[l], step, rope)?, step)?;
             let input;
             (x, input) = add_norm(layer.pre[1].as_ref(), x, Some(&mixed), step)?;

@@ -142,6 +142,20 @@ pub enum Error {
         context: usize,
     },
 
+    /// A sequence needs more room than was planned, and there is no memory for it.
+    #[error(
+        "the context cannot grow from {context} to {tokens} tokens: {reason}; shorten the text, or give the experts fewer \
+         slots"
+    )]
+    ContextCannotGrow {
+        /// Tokens that it holds.
+        context: usize,
+        /// Tokens that are wanted.
+        tokens: usize,
+        /// What was in the way.
+        reason: String,
+    },
+
     /// A context longer than the model was trained for.
     #[error("a context of {asked} tokens is more than the model's {available}")]
     ContextTooLarge {

@@ -16,7 +16,7 @@ use crate::sampler::{Sampler, SamplerOptions};
 /// How an answer is generated.
 #[derive(Debug, Clone)]
 pub struct GenerateOptions {
-    /// Tokens to generate at most; `None` goes on until the model stops or the context is full.
+    /// Tokens to generate at most; `None` goes on until the model stops or the context is full and cannot grow.
     pub max_tokens: Option<usize>,
     /// How tokens are chosen.
     pub sampler: SamplerOptions,
@@ -70,7 +70,7 @@ pub enum Event<'a> {
 pub enum Finish {
     /// The model said a stop token, or a stop string was reached.
     Stop,
-    /// As many tokens as asked for, or as the context holds.
+    /// As many tokens as asked for, or as the context can hold.
     Length,
     /// The listener broke it off.
     Cancelled,
@@ -116,6 +116,8 @@ pub struct Generation {
     pub timings: Timings,
     /// Why no graph was replayed, where one was asked for on a GPU.
     pub graph_note: Option<String>,
+    /// What became of the planned context, where the sequence is longer.
+    pub context_note: Option<String>,
 }
 
 /// One sequence on a model: its KV cache, and the tokens in it.
@@ -171,15 +173,72 @@ impl<'m> Session<'m> {
     }
 
     /// Forgets everything.
-    pub fn reset(&mut self) {
-        self.kv.truncate(0);
-        self.tokens.clear();
-    }
-
-    /// Answers `prompt`. Keys and values of the longest common prefix of it and of what went through before are kept.
     ///
     /// # Errors
-    /// [`Error::EmptyPrompt`], [`Error::PromptTooLong`], [`Error::GenerationTooLong`], [`Error::BadOption`], and
+    /// When the device fails while the KV cache goes back to its planned size.
+    pub fn reset(&mut self) -> Result<()> {
+        self.kv.truncate(0);
+        self.tokens.clear();
+        self.cut_back()
+    }
+
+    /// Makes room for `tokens` tokens in all: see [`Decoder::make_room`](crate::Decoder::make_room).
+    ///
+    /// # Errors
+    /// As that.
+    pub fn make_room(&mut self, tokens: usize) -> Result<()> {
+        let mut device = self.device.take();
+        let made = self.make_room_with(tokens, device.as_mut());
+        self.device = device;
+        made
+    }
+
+    fn make_room_with(&mut self, tokens: usize, steps: Option<&mut DeviceSteps<'m>>) -> Result<()> {
+        if tokens <= self.kv.capacity() {
+            return Ok(());
+        }
+        let decoder = self.model.decoder();
+        match steps {
+            None => decoder.make_room(&mut self.kv, tokens),
+            Some(steps) => {
+                steps.let_go();
+                decoder.make_room(&mut self.kv, tokens)?;
+                steps.reach_to(self.kv.capacity())
+            }
+        }
+    }
+
+    /// Back to the planned context, as soon as what is held fits.
+    fn cut_back(&mut self) -> Result<()> {
+        let decoder = self.model.decoder();
+        if self.kv.capacity() <= decoder.context() || self.kv.len() > decoder.context() {
+            return Ok(());
+        }
+        if let Some(steps) = &mut self.device {
+            steps.let_go();
+        }
+        decoder.cut_back(&mut self.kv)
+    }
+
+    /// What became of the planned context.
+    fn context_note(&self) -> Option<String> {
+        let (planned, now) = (self.model.decoder().context(), self.kv.capacity());
+        let stats = self.model.experts().stats();
+        (now > planned).then(|| {
+            let slots = match stats.slots == stats.most_slots {
+                true => "in memory that was free".to_owned(),
+                false => format!("the experts have {} slots of {} left", stats.slots, stats.most_slots),
+            };
+            format!("the context grew from {planned} to {now} tokens; {slots}")
+        })
+    }
+
+    /// Answers `prompt`. Keys and values of the longest common prefix of it and of what went through before are kept. Where the
+    /// sequence outgrows the planned context, it grows ([`Decoder::make_room`](crate::Decoder::make_room)); an answer that finds no
+    /// room any more ends there. It is cut back when a prompt fits the plan again.
+    ///
+    /// # Errors
+    /// [`Error::ContextCannotGrow`] for a prompt that there is no memory for, [`Error::EmptyPrompt`], [`Error::PromptTooLong`], [`Error::GenerationTooLong`], [`Error::BadOption`], and
     /// what the model reports. The session can go on afterwards.
     pub fn generate(
         &mut self,
@@ -189,6 +248,12 @@ impl<'m> Session<'m> {
     ) -> Result<Generation> {
         let most = self.most_tokens(prompt.len(), options.max_tokens)?;
         options.sampler.check()?;
+        let planned = self.model.decoder().context();
+        self.keep_common_prefix(prompt);
+        if prompt.len() + most.min(planned / 4) <= planned {
+            self.cut_back()?;
+        }
+        self.make_room(prompt.len() + 1)?;
         if let Some(steps) = &mut self.device {
             steps.begin(&options.sampler, prompt)?;
         }
@@ -209,6 +274,9 @@ impl<'m> Session<'m> {
             }
         }
         self.device = device;
+        if let Ok(answer) = &mut answer {
+            answer.context_note = self.context_note();
+        }
         // A step that was enqueued ahead, behind the last token, does not count.
         self.kv.truncate(self.tokens.len());
         answer
@@ -235,6 +303,7 @@ impl<'m> Session<'m> {
             finish: Finish::Cancelled,
             timings: Timings { prefill_tokens: prompt.len() - reused, ..Timings::default() },
             graph_note: None,
+            context_note: None,
         };
         let logits = self.prefill(prompt, listener)?;
         answer.timings.prefill = started.elapsed();
@@ -261,7 +330,10 @@ impl<'m> Session<'m> {
             if answer.tokens.len() == most {
                 break Finish::Length;
             }
-            id = self.next(id, most - answer.tokens.len(), &mut chooser)?;
+            let Some(next) = self.next(id, most - answer.tokens.len(), &mut chooser)? else {
+                break Finish::Length;
+            };
+            id = next;
             answer.timings.decode_steps += 1;
             self.steps += 1;
             if options.check_every > 0 && self.steps.is_multiple_of(options.check_every) {
@@ -287,7 +359,7 @@ impl<'m> Session<'m> {
 
     /// How many tokens may be generated behind a prompt.
     fn most_tokens(&self, prompt: usize, asked: Option<usize>) -> Result<usize> {
-        let context = self.kv.capacity();
+        let context = self.model.decoder().most_context();
         if prompt == 0 {
             return Err(Error::EmptyPrompt);
         }
@@ -344,15 +416,34 @@ impl<'m> Session<'m> {
         Ok(logits)
     }
 
-    /// Runs the token `id` and chooses the one behind it. `left` are the tokens still wanted, at least 1.
-    fn next(&mut self, id: u32, left: usize, chooser: &mut Chooser<'_, 'm>) -> Result<u32> {
+    /// Runs the token `id` and chooses the one behind it. `left` are the tokens still wanted, at least 1. `None` when there
+    /// is no room for it.
+    fn next(&mut self, id: u32, left: usize, chooser: &mut Chooser<'_, 'm>) -> Result<Option<u32>> {
         if let Chooser::Device { steps, graph: true } = chooser
             && let Some(next) = steps.next(&mut self.kv, left)?
         {
             self.tokens.push(id);
-            return Ok(next);
+            return Ok(Some(next));
+        }
+        let steps = match chooser {
+            Chooser::Device { steps, .. } => Some(&mut **steps),
+            Chooser::Host { .. } => None,
+        };
+        match self.make_room_with(self.tokens.len() + 1, steps) {
+            Ok(()) => {}
+            Err(Error::ContextCannotGrow { .. } | Error::ContextTooLarge { .. }) => return Ok(None),
+            Err(e) => return Err(e),
         }
         let logits = self.advance(&[id])?;
-        chooser.choose(&logits, &mut self.kv)
+        chooser.choose(&logits, &mut self.kv).map(Some)
+    }
+}
+
+impl Drop for Session<'_> {
+    /// Slots that gave up memory for this sequence get it back.
+    fn drop(&mut self) {
+        self.kv.truncate(0);
+        // A device that fails says so to whoever uses it next.
+        let _ = self.cut_back();
     }
 }

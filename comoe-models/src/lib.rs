@@ -68,6 +68,7 @@ pub mod generate;
 #[path = "../../comoe-core/src/store/gguf/writer.rs"]
 #[allow(dead_code, reason = "shared with comoe-core's tests, which use more of it")]
 mod gguf_writer;
+mod grow;
 pub mod load;
 mod model;
 #[cfg(test)]

@@ -146,7 +146,11 @@ fn a_truncated_cache_continues_as_a_fresh_one() {
 #[test]
 fn bad_steps_are_refused_and_leave_the_cache_usable() {
     let dir = folder(&tiny_config());
-    let model = load_with(dir.path(), &LoadOptions { context: Some(8), ..LoadOptions::default() }).unwrap();
+    let model = load_with(
+        dir.path(),
+        &LoadOptions { context: Some(8), most_context: Some(0), ..LoadOptions::default() },
+    )
+    .unwrap();
     let mut kv = model.decoder().new_kv().unwrap();
     let mut go = |ids: &[u32]| model.decoder().forward(ids, &mut kv, Rows::Last).map(|t| t.dims().to_vec());
     assert!(matches!(go(&[]), Err(Error::EmptyPrompt)));
@@ -157,7 +161,12 @@ fn bad_steps_are_refused_and_leave_the_cache_usable() {
     assert_eq!(go(&[6, 7, 8]).unwrap(), [1, 272]);
     assert!(go(&[1]).is_err());
 
-    let context = |n| load_with(dir.path(), &LoadOptions { context: Some(n), ..LoadOptions::default() });
+    let context = |n| {
+        load_with(
+            dir.path(),
+            &LoadOptions { context: Some(n), most_context: Some(0), ..LoadOptions::default() },
+        )
+    };
     assert!(matches!(context(1025), Err(Error::ContextTooLarge { asked: 1025, available: 1024 })));
     assert!(matches!(context(0), Err(Error::BadOption { .. })));
 }
@@ -333,14 +342,18 @@ fn a_session_keeps_the_common_prefix() {
     // What was generated counts as known too.
     let on = [&b[..], &second.tokens[..4], &[7]].concat();
     assert_eq!(session.generate(&on, &at_most(1), &mut go).unwrap().reused_tokens, 9);
-    session.reset();
+    session.reset().unwrap();
     assert_eq!(session.generate(&b, &at_most(1), &mut go).unwrap().reused_tokens, 0);
 }
 
 #[test]
 fn impossible_requests_are_refused_before_anything_runs() {
     let dir = folder(&tiny_config());
-    let model = load_with(dir.path(), &LoadOptions { context: Some(10), ..LoadOptions::default() }).unwrap();
+    let model = load_with(
+        dir.path(),
+        &LoadOptions { context: Some(10), most_context: Some(0), ..LoadOptions::default() },
+    )
+    .unwrap();
     let mut session = model.session().unwrap();
     let mut ask = |prompt: &[u32], options: &GenerateOptions| session.generate(prompt, options, &mut go);
     assert!(matches!(ask(&[], &at_most(1)), Err(Error::EmptyPrompt)));
@@ -374,7 +387,11 @@ fn a_seed_fixes_an_answer() {
 #[test]
 fn a_conversation_keeps_keys_and_drops_its_oldest_turns() {
     let dir = folder(&tiny_config());
-    let model = load_with(dir.path(), &LoadOptions { context: Some(160), ..LoadOptions::default() }).unwrap();
+    let model = load_with(
+        dir.path(),
+        &LoadOptions { context: Some(160), most_context: Some(0), ..LoadOptions::default() },
+    )
+    .unwrap();
     let mut chat = model.conversation(Some("Be brief.")).unwrap();
     let options = at_most(4);
     let mut dropped = 0;
@@ -396,7 +413,7 @@ fn a_conversation_keeps_keys_and_drops_its_oldest_turns() {
     let e = chat.say(&"x".repeat(400), &options, &mut go).unwrap_err();
     assert!(matches!(e, Error::MessageTooLong { context: 160, .. }), "{e}");
     assert_eq!(chat.messages(), before);
-    chat.reset();
+    chat.reset().unwrap();
     assert_eq!(chat.messages(), [Message::system("Be brief.")]);
     assert_eq!(chat.say("hi", &options, &mut go).unwrap().generation.reused_tokens, 0);
 

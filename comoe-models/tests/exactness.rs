@@ -1,11 +1,13 @@
 //! Output never depends on the pool: for every slot count from one layer's top-k to all, both scopes, every policy,
 //! prefetch on and off and each format, tokens and logits of comoe-tiny equal the resident run's bit for bit.
 
+use std::ops::ControlFlow;
 use std::path::Path;
 
 use candle_core::Device;
 use comoe_core::{CacheOptions, Capacity, ExpertFormat, PolicyKind, Prefetch, Scope};
-use comoe_models::{LoadOptions, Model, Rows};
+use comoe_models::chat::Tokenizer;
+use comoe_models::{Decoder, Finish, GenerateOptions, LoadOptions, Model, Rows, Session};
 
 const EXPERTS: usize = 96;
 const TOP_K: usize = 2;
@@ -81,4 +83,70 @@ fn int4() {
 #[test]
 fn mxfp4() {
     every_pool_equals_the_resident_run(Some(ExpertFormat::Mxfp4));
+}
+
+/// An answer of `n` tokens that nothing stops, from a session that is then cut back, and one after that.
+fn long_answers(model: &Model, n: usize) -> (Vec<u32>, Option<String>, Vec<u32>) {
+    let prompt = model.tokenizer().encode("<|im_start|>user\nTell me a story.<|im_end|>\n", false).unwrap();
+    let mut session = model.session().unwrap();
+    let mut ask = |session: &mut Session<'_>, n| {
+        let options = GenerateOptions { max_tokens: Some(n), ..GenerateOptions::default() };
+        session.generate(&prompt, &options, &mut |_| ControlFlow::Continue(())).unwrap()
+    };
+    let long = ask(&mut session, n);
+    session.reset().unwrap();
+    let short = ask(&mut session, 20);
+    assert_eq!(short.context_note, None);
+    (long.tokens, long.context_note, short.tokens)
+}
+
+/// Issue 7: a context that outgrows its plan until slots have halved gives the resident run's tokens, and the slots come
+/// back with it.
+#[test]
+fn a_context_that_grows_takes_slots_and_gives_them_back() {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../assets/comoe-tiny");
+    let load = |cache: CacheOptions, most_context| {
+        let options = LoadOptions { cache, context: Some(64), most_context, ..LoadOptions::default() };
+        let decoder = Decoder::open(&folder, &Device::Cpu, &options, &|_| {}).unwrap();
+        let tokenizer = Tokenizer::of_model(&folder).unwrap();
+        Model::from_parts(decoder, tokenizer, None, Vec::new())
+    };
+    const LONG: usize = 900;
+    let resident = load(CacheOptions::default(), None);
+    let want = long_answers(&resident, LONG);
+    assert_eq!((want.0.len(), resident.experts().stats().resizes), (LONG, 0));
+    assert!(want.1.as_ref().unwrap().contains("from 64 to 1"), "{:?}", want.1);
+    for (scope, policy) in [
+        (Scope::Layer, PolicyKind::Lru),
+        (Scope::Layer, PolicyKind::Blend),
+        (Scope::Global, PolicyKind::Auto),
+    ] {
+        let cache = CacheOptions { capacity: Capacity::Slots(58), scope, policy, ..CacheOptions::default() };
+        let model = load(cache, None);
+        let have = long_answers(&model, LONG);
+        assert!((&have.0, &have.2) == (&want.0, &want.2), "{scope} {policy}");
+        let stats = model.experts().stats();
+        assert!(2 * stats.least_slots <= 58 && stats.resizes >= 6, "{stats}");
+        assert_eq!((stats.slots, stats.most_slots), (58, 58), "{stats}");
+        assert!(have.1.unwrap().contains("slots of 58 left"));
+        model.experts().check().unwrap();
+    }
+    // Where slots have nothing to give, an answer ends early, and a prompt is refused.
+    let cache = CacheOptions { capacity: Capacity::Slots(16), ..CacheOptions::default() };
+    let model = load(cache, None);
+    let (tokens, _, short) = long_answers(&model, LONG);
+    assert!((64..300).contains(&tokens.len()) && want.0.starts_with(&tokens), "{} tokens", tokens.len());
+    assert_eq!(short, want.2);
+    let mut session = model.session().unwrap();
+    let options = GenerateOptions { max_tokens: Some(1), ..GenerateOptions::default() };
+    let refused = session.generate(&[7; 900], &options, &mut |_| ControlFlow::Continue(())).unwrap_err();
+    let text = refused.to_string();
+    assert!(text.contains("cannot grow from 64 to 901") && text.contains("12 slots are needed"), "{text}");
+    assert_eq!(model.experts().stats().slots, 16, "nothing is kept of what was tried");
+    // A limit of one's own.
+    let model = load(CacheOptions::default(), Some(100));
+    let mut session = model.session().unwrap();
+    let options = GenerateOptions::default();
+    let all = session.generate(&[7; 30], &options, &mut |_| ControlFlow::Continue(())).unwrap();
+    assert_eq!((all.tokens.len(), all.finish), (70, Finish::Length));
 }

@@ -6,6 +6,8 @@
 
 #[path = "distance/mod.rs"]
 mod distance;
+#[path = "gpu/elastic.rs"]
+mod elastic;
 #[path = "gpu/formats.rs"]
 mod formats;
 #[path = "gpu/graph.rs"]

@@ -92,7 +92,7 @@ pub(crate) fn run(args: &RecordArgs) -> Result<()> {
     .recorded(Some(&recording));
     catch_interrupts();
     for prompt in &prompts {
-        talk.reset();
+        talk.reset()?;
         talk.say(prompt)?;
     }
     // It borrows the recording to its very end.

@@ -67,6 +67,31 @@ fn turns_that_no_longer_fit_are_dropped_aloud() {
     assert!(run.stderr.contains("the oldest turn was dropped"), "{}", run.stderr);
 }
 
+/// A talk that outgrows the context it was planned for takes the experts' slots, and a reset gives them back.
+#[test]
+fn a_talk_that_outgrows_its_plan_takes_slots_and_gives_them_back() {
+    let folder = tempfile::tempdir().unwrap();
+    Checkpoint::new(Sizes { intermediate: 256, ..Sizes::default() }).write(folder.path());
+    let chat = |extra: &[&str], text: &str| {
+        let mut command = comoe();
+        command.arg("chat").arg(folder.path()).args(["--temperature=0", "--max-tokens=16"]).args(extra);
+        run_with(&mut command, text.as_bytes())
+    };
+    let talk = "say something nice\n".repeat(4);
+    let grown = chat(&["--context=64", "--slots=23"], &format!("{talk}/stats\n/reset\n/stats\n"));
+    let whole = chat(&[], &talk);
+    assert_eq!(grown.answer(), whole.answer());
+    assert!(!whole.stderr.contains("resized") && !whole.stderr.contains("the context grew"));
+    assert!(grown.stderr.contains("note: the context grew from 64 to "), "{}", grown.stderr);
+    assert!(grown.stderr.contains("slots of 23 left"), "{}", grown.stderr);
+    let resized: Vec<&str> = grown.stderr.lines().filter(|l| l.starts_with("resized")).collect();
+    assert!(resized.len() == 2 && !resized[0].contains(" 23 slots now"), "{resized:?}");
+    assert!(resized[1].contains(" 23 slots now") && resized[1].contains("23 at most"), "{resized:?}");
+    // With a limit of one's own, turns leave instead.
+    let limited = chat(&["--context=64", "--context-limit=64"], &talk);
+    assert!(limited.stderr.contains("the oldest turn was dropped"), "{}", limited.stderr);
+}
+
 #[test]
 fn raw_turns_continue_one_text() {
     let run = chat("abc\ndef\n", &["--raw", "--json"]);

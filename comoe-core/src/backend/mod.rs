@@ -4,16 +4,19 @@
 //! order between them exists only where a [`Ticket`] is waited for. The schedule keeps the rules (a slot is read
 //! after its fill, refilled after its last reader); a backend just obeys.
 
+mod chunks;
 pub mod cpu;
 pub mod cuda;
 mod device;
 pub mod sim;
 
 use std::borrow::Cow;
+use std::ops::Range;
 use std::time::Duration;
 
 use candle_core::{DType, Tensor};
 
+pub use chunks::Chunks;
 pub use device::{
     COPIED_RECORD_BYTES, DeviceCounters, DeviceDriver, DeviceLimits, DeviceStep, DriverKind,
     MOST_DEVICE_ASSIGNMENTS, MOST_DEVICE_SLOTS, MOST_DEVICE_TOKENS, RoutingFault, StepFault,
@@ -146,8 +149,26 @@ pub trait Backend: Send {
     fn info(&self) -> BackendInfo;
 
     /// Makes the slab: `slots` times `slot_bytes` (a multiple of [`RECORD_ALIGN`](crate::expert::RECORD_ALIGN)),
-    /// in one allocation.
+    /// in one piece.
     fn allocate(&mut self, slots: usize, slot_bytes: usize) -> Result<()>;
+
+    /// How the slab's memory comes and goes, once it is allocated; or why it stays as it is, as a clause that starts with
+    /// a small letter.
+    fn chunks(&self) -> std::result::Result<Chunks, String> {
+        Err(format!("{} keeps all slots that it has", self.info().device))
+    }
+
+    /// From now on nobody uses the slots `unused`, until another call names others: chunks of memory that only those have
+    /// a part in go back to where memory comes from, and those that are needed again come from there, with whatever is in
+    /// them. Returns the bytes of the slab that are backed now. Every queue is empty.
+    ///
+    /// # Errors
+    /// [`Error::OutOfDeviceMemory`](crate::Error::OutOfDeviceMemory) where there is not enough; then nothing has changed.
+    /// [`Error::FixedSlots`](crate::Error::FixedSlots) where [`Self::chunks`] says why.
+    fn set_unused(&mut self, _unused: Range<u32>) -> Result<u64> {
+        let reason = self.chunks().err().unwrap_or_default();
+        Err(crate::Error::FixedSlots { reason })
+    }
 
     /// Enqueues one batch of fills on `queue` ([`Queue::Demand`] or [`Queue::Prefetch`]) behind `after`. Does not
     /// wait for anything.
@@ -164,6 +185,16 @@ pub trait Backend: Send {
 
     /// Whether `ticket` has been reached.
     fn is_done(&mut self, ticket: Ticket) -> Result<bool>;
+
+    /// Takes the device memory that `work` needs beside the slots, if there is not enough of it yet. Comes before any fill of
+    /// the step.
+    ///
+    /// # Errors
+    /// [`Error::OutOfDeviceMemory`](crate::Error::OutOfDeviceMemory), and then nothing has changed: slots may be given up, and the
+    /// call made again.
+    fn reserve(&mut self, _work: &Work<'_>) -> Result<()> {
+        Ok(())
+    }
 
     /// Starts a step's work.
     fn begin(&mut self, work: Work<'_>) -> Result<()>;

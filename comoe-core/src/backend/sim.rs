@@ -8,14 +8,20 @@
 mod device;
 
 use std::collections::{HashMap, VecDeque};
+use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use candle_core::Tensor;
 
 use super::cpu::Step;
-use super::{Backend, BackendInfo, DeviceDriver, Fill, Queue, SlotId, Ticket, TransferTime, Work, WorkItem};
+use super::{
+    Backend, BackendInfo, Chunks, DeviceDriver, Fill, Queue, SlotId, Ticket, TransferTime, Work, WorkItem,
+};
 use crate::error::{Error, Result};
 use crate::store::{RecordIndex, RecordSource};
+
+/// Memory comes and goes in such pieces.
+const CHUNK: usize = 1200;
 
 /// Sequence numbers of each queue that are known to be reached.
 type Clock = [u64; 3];
@@ -74,6 +80,10 @@ pub struct SimBackend {
     seed: u64,
     check: bool,
     fail_fill: Option<RecordIndex>,
+    /// Bytes of the device, where they are counted.
+    memory: Option<u64>,
+    /// Bytes beside the slots.
+    workspace: u64,
     /// Of so many records the device itself can bring all but one.
     host_only: Option<u32>,
     log: SimLog,
@@ -85,6 +95,8 @@ pub struct SimBackend {
     clocks: [Clock; 3],
     ticket_clocks: HashMap<(usize, u64), Clock>,
     slots: Vec<SlotAccess>,
+    /// Slots without memory.
+    unused: Range<u32>,
     step: Step,
     tables: device::Tables,
     failure: Option<Error>,
@@ -98,6 +110,8 @@ impl SimBackend {
             seed,
             check: true,
             fail_fill: None,
+            memory: None,
+            workspace: 0,
             host_only: None,
             log: SimLog::default(),
             slab: Vec::new(),
@@ -108,6 +122,7 @@ impl SimBackend {
             clocks: [[0; 3]; 3],
             ticket_clocks: HashMap::new(),
             slots: Vec::new(),
+            unused: 0..0,
             step: Step::default(),
             tables: device::Tables::default(),
             failure: None,
@@ -125,6 +140,13 @@ impl SimBackend {
     #[must_use]
     pub fn failing_at(mut self, record: RecordIndex) -> Self {
         self.fail_fill = Some(record);
+        self
+    }
+
+    /// Has so many bytes for slots and results in all: a step of `n` assignments needs a row of its input's size for each.
+    #[must_use]
+    pub fn with_memory(mut self, bytes: u64) -> Self {
+        self.memory = Some(bytes);
         self
     }
 
@@ -168,6 +190,19 @@ impl SimBackend {
     fn broken(&self, rule: &'static str, record: RecordIndex) -> Result<()> {
         match self.check {
             true => Err(Error::RuleBroken { rule, id: self.source.directory().id(record) }),
+            false => Ok(()),
+        }
+    }
+
+    /// The slab in chunks that are no multiple of a slot, so that the two straddle each other.
+    fn cut(&self) -> Chunks {
+        Chunks::new(self.slots.len(), self.slot_bytes, CHUNK, 1)
+    }
+
+    /// `record` is about to be written to `slot`, or read there.
+    fn check_memory(&self, slot: SlotId, record: RecordIndex) -> Result<()> {
+        match self.unused.contains(&slot.0) {
+            true => self.broken("a slot was used whose memory was given up", record),
             false => Ok(()),
         }
     }
@@ -244,12 +279,40 @@ impl Backend for SimBackend {
         Ok(())
     }
 
+    fn chunks(&self) -> std::result::Result<Chunks, String> {
+        Ok(self.cut())
+    }
+
+    fn set_unused(&mut self, unused: Range<u32>) -> Result<u64> {
+        if let Some(record) = self.slots.iter().find_map(|s| s.holds)
+            && Queue::ALL.iter().any(|q| self.reached[q.index()] < self.enqueued[q.index()])
+        {
+            self.broken("slots were given up before every queue was empty", record)?;
+        }
+        let chunks = self.cut();
+        let (backed, memory) = (chunks.bytes_without(&unused) as u64, self.memory.unwrap_or(u64::MAX));
+        if backed + self.workspace > memory && backed > chunks.bytes_without(&self.unused) as u64 {
+            let (device, what) = (self.info().device, "slots that come back".to_owned());
+            let free = memory - chunks.bytes_without(&self.unused) as u64 - self.workspace;
+            let asked = backed - chunks.bytes_without(&self.unused) as u64;
+            return Err(Error::OutOfDeviceMemory { device, what, asked, free, total: memory });
+        }
+        let gone = chunks.bytes(&chunks.within(&unused));
+        self.slab[gone].fill(0xff);
+        for slot in self.unused.clone().chain(unused.clone()) {
+            self.slots[slot as usize].holds = None;
+        }
+        self.unused = unused.clone();
+        Ok(chunks.bytes_without(&unused) as u64)
+    }
+
     fn fill(&mut self, queue: Queue, after: &[Ticket], fills: &[Fill]) -> Result<Ticket> {
         self.log.push(SimEvent::Fill { queue, records: fills.iter().map(|f| f.record).collect() });
         for &ticket in after {
             self.enqueue_wait(queue, ticket);
         }
         for &fill in fills {
+            self.check_memory(fill.slot, fill.record)?;
             let SlotAccess { filled, read, .. } = self.slots[fill.slot.0 as usize];
             if !self.ordered(queue, Ticket { queue: Queue::Compute, seq: read }) {
                 self.broken("a slot was refilled before its last reader was done", fill.record)?;
@@ -280,6 +343,18 @@ impl Backend for SimBackend {
         Ok(self.reached[ticket.queue.index()] >= ticket.seq)
     }
 
+    fn reserve(&mut self, work: &Work<'_>) -> Result<()> {
+        let (Some(memory), Work::Ffn { x, weights, .. }) = (self.memory, work) else { return Ok(()) };
+        let asked = 4 * (x.dim(1)? * weights.len()) as u64;
+        let free = memory.saturating_sub(self.cut().bytes_without(&self.unused) as u64);
+        if asked > free.max(self.workspace) {
+            let (device, what) = (self.info().device, "a step's results".to_owned());
+            return Err(Error::OutOfDeviceMemory { device, what, asked, free, total: memory });
+        }
+        self.workspace = self.workspace.max(asked);
+        Ok(())
+    }
+
     fn begin(&mut self, work: Work<'_>) -> Result<()> {
         self.step.begin(work)
     }
@@ -287,6 +362,7 @@ impl Backend for SimBackend {
     fn run(&mut self, items: &[WorkItem]) -> Result<()> {
         self.log.push(SimEvent::Run(items.iter().map(|i| i.record).collect()));
         for item in items {
+            self.check_memory(item.slot, item.record)?;
             let SlotAccess { filled, holds, .. } = self.slots[item.slot.0 as usize];
             if holds != Some(item.record) {
                 self.broken("work found another record in the slot of its own", item.record)?;
@@ -306,6 +382,7 @@ impl Backend for SimBackend {
             let Some(record) = source.holds else {
                 return self.broken("an empty slot was copied", RecordIndex(0));
             };
+            self.check_memory(to, record)?;
             if !self.ordered(Queue::Compute, source.filled) {
                 self.broken("a slot was copied before its fill was done", record)?;
             }

@@ -153,6 +153,10 @@ impl<S> CacheBuilder<S> {
         };
         let mut engine =
             Engine::new(backend, directory.clone(), pool, prefetch, slot_bytes, layout.stream, rules)?;
+        engine.keep_at_least(layout.least);
+        if let (Some(reason), true) = (engine.fixed(), device.is_cuda()) {
+            layout.notes.push(format!("the number of slots is fixed: {reason}"));
+        }
         let drives = drive(options.driver, policy, &mut engine, of_experts);
         let driver = if drives.is_ok() { DriverKind::Device } else { DriverKind::Host };
         match drives {

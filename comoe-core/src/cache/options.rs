@@ -143,6 +143,8 @@ pub(super) struct Layout {
     pub(super) prefetch: Prefetch,
     /// How prompts are served.
     pub(super) stream: StreamPlan,
+    /// Slots that stay whatever is given up: those of one token.
+    pub(super) least: usize,
     pub(super) notes: Vec<String>,
 }
 
@@ -258,7 +260,12 @@ impl CacheOptions {
         };
         let ahead = self.ring.map_or_else(|| room.is_some_and(|r| r.hard), |bytes| bytes > 0);
         let stream = StreamPlan { ahead, ring_slots: ring };
-        Ok(Layout { shape, prefetch, stream, notes })
+        let top_k = self.top_k.max(1);
+        let least = match shape.partitions.len() < experts.len() {
+            true => top_k,
+            false => experts.iter().map(|&n| n.min(top_k)).sum(),
+        };
+        Ok(Layout { shape, prefetch, stream, least, notes })
     }
 
     pub(super) fn prefetch_width(&self) -> usize {
@@ -320,6 +327,18 @@ mod tests {
         }
         let asked = CacheOptions { ring: Some(5 * SLOT as u64), ..four };
         assert!(matches!(layout(&asked, 8, true), Err(Error::NoRoom { slots: 9, .. })));
+    }
+
+    #[test]
+    fn what_one_token_needs_stays() {
+        let directory = Directory::new([(0, 8, SLOT), (1, 2, SLOT)]).unwrap();
+        let least = |slots, scope| {
+            let capacity = Capacity::Slots(slots);
+            let options = CacheOptions { capacity, scope, top_k: 3, ..CacheOptions::default() };
+            options.layout(&directory, SLOT, None).unwrap().least
+        };
+        assert_eq!(least(8, Scope::Layer), 5, "the second layer has no third expert");
+        assert_eq!((least(8, Scope::Global), least(4, Scope::Layer)), (3, 3), "layers share their slots");
     }
 
     #[test]

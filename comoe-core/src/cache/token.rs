@@ -77,6 +77,14 @@ impl ExpertCache {
         Ok(token)
     }
 
+    /// Keeps tokens from beginning for as long as it lives.
+    ///
+    /// # Errors
+    /// As [`Self::begin_token`].
+    pub(super) fn between_tokens(&self) -> Result<Token<'_>> {
+        Ok(Token { cache: self, on_device: false, _turn: self.tokens.take()? })
+    }
+
     /// Makes a token's steps with `run`, again and again until no expert was missing, and hands out what it returned last.
     ///
     /// # Errors

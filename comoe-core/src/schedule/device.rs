@@ -9,7 +9,6 @@ use crate::backend::{
     MOST_DEVICE_ASSIGNMENTS, MOST_DEVICE_SLOTS, MOST_DEVICE_TOKENS,
 };
 use crate::error::{Error, Result};
-use crate::pool::SlotState;
 use crate::stats::{CacheStats, human_bytes};
 
 /// Device-driven steps, where the cache has them.
@@ -124,9 +123,9 @@ impl Engine {
         if self.drive.token.is_none() {
             self.report_fault(false)?;
         }
-        self.guarded(|this| {
+        let ordinal = self.drive.next_ordinal();
+        self.with_memory(|this| {
             this.device_owns()?;
-            let ordinal = this.drive.next_ordinal();
             this.driver()?.step(DeviceStep { ordinal, ..step })
         })
     }
@@ -135,12 +134,7 @@ impl Engine {
         if self.drive.owns {
             return Ok(());
         }
-        // Every fill has arrived and every reader is done.
-        self.backend.synchronize()?;
-        let loading = |(slot, state)| matches!(state, SlotState::Loading(_)).then_some(slot);
-        for slot in self.pool.states().filter_map(loading).collect::<Vec<_>>() {
-            self.pool.arrived(slot);
-        }
+        self.come_to_rest()?;
         let (shape, residency) = (self.pool.shape().clone(), self.pool.residency());
         self.driver()?.take_over(&shape, &residency)?;
         self.drive.owns = true;

@@ -54,6 +54,11 @@ impl PrefetchEngine {
         Self { predictor, trigger, width, gate, guesses: Vec::new(), pending: Vec::new(), pending_for: 0 }
     }
 
+    /// What was sent for is not there any more.
+    pub(super) fn forget_pending(&mut self) {
+        self.pending.clear();
+    }
+
     /// Tells the gate what became of the guesses for `layer`, now that its set is known.
     pub(super) fn judge(&mut self, layer: usize, split: &Split) {
         let pending = std::mem::take(&mut self.pending);

@@ -1,6 +1,7 @@
 //! What every backend must do, whatever it is: run by `backends.rs` for the CPU and the simulation, and by `gpu.rs` for
 //! CUDA. A backend is given as a function from a source to itself.
 
+mod resize;
 mod tokens;
 
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -15,6 +16,7 @@ use comoe_core::{
     ExpertStore, PolicyKind, Prefetch, PrefetchTrigger, RecordCache, Result, Scope, WeightOn,
 };
 
+pub(crate) use resize::slots_come_and_go;
 pub(crate) use tokens::tokens_run_again_until_all_is_there;
 
 /// Makes the backend under test, which is driven so.
@@ -242,6 +244,7 @@ pub(crate) fn all(device: &Device, make: Make<'_>) {
     a_failing_source_names_the_expert(device, make);
     bad_arguments_leave_the_cache_usable(device, make);
     callers_take_turns(device, make);
+    slots_come_and_go(device, make);
 }
 
 pub(crate) fn agrees_with_the_f64_reference(device: &Device, make: Make<'_>) {

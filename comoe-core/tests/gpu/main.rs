@@ -10,6 +10,7 @@ mod case;
 mod conformance;
 mod device;
 mod device_timing;
+mod elastic;
 mod gemm;
 mod kernels;
 mod one_token;

@@ -44,6 +44,17 @@ impl DecoderPlan {
         })
     }
 
+    /// Most tokens that a sequence planned for `context` can grow to: the model's limit, or the bound above which its
+    /// rotary embedding would have other angles for the tokens that are there already.
+    pub fn most_context(&self, context: usize) -> usize {
+        let bound = |rope: &RopePlan| match rope.scaling {
+            RopeScaling::Long { original, .. } if context <= original => original,
+            _ => self.max_positions,
+        };
+        let bounds = self.layers.iter().filter_map(|l| l.mixer.rope()).map(bound);
+        bounds.min().unwrap_or(self.max_positions).clamp(context, self.max_positions.max(context))
+    }
+
     /// Whether a sequence can have `context` tokens.
     ///
     /// # Errors

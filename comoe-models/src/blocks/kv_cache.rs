@@ -1,4 +1,4 @@
-//! Keys and values of the tokens so far, preallocated.
+//! Keys and values of the tokens so far, preallocated for as many as were planned.
 
 use candle_core::{DType, Device, Tensor};
 
@@ -6,13 +6,15 @@ use crate::arch::DecoderPlan;
 use crate::error::{Error, Result};
 
 /// What the layers keep of one sequence's tokens: keys and values, `[kv_heads, capacity, width]` each; written in
-/// place, never reallocated. Layers without keys and values keep what they need in their place.
+/// place, and moved only by [`Self::set_capacity`]. Layers without keys and values keep what they need in their place.
 #[derive(Debug)]
 pub struct KvCache {
     layers: Vec<LayerKv>,
     len: usize,
     capacity: usize,
     place: Option<Place>,
+    /// Bytes that the experts' slots gave up for it.
+    pub(crate) lent: u64,
 }
 
 /// The position as kernels of fused steps read it.
@@ -47,7 +49,7 @@ impl KvCache {
             Device::Cuda(_) => Some(Place { buffer: Tensor::zeros(1, DType::U32, device)?, holds: Some(0) }),
             _ => None,
         };
-        Ok(Self { layers: layers.collect::<Result<_>>()?, len: 0, capacity, place })
+        Ok(Self { layers: layers.collect::<Result<_>>()?, len: 0, capacity, place, lent: 0 })
     }
 
     /// Tokens held.
@@ -82,6 +84,36 @@ impl KvCache {
         self.len = self.len.min(len);
     }
 
+    /// Makes room for `capacity` tokens, of which there are no more than that now: every layer in turn moves to memory of
+    /// its own, and `moved` is called behind each. Graphs that hold addresses of the old memory are of no use afterwards.
+    ///
+    /// # Errors
+    /// When the device has no memory for it; the cache then holds what it held, and some layers have room for more than
+    /// counts.
+    pub(crate) fn set_capacity(
+        &mut self,
+        capacity: usize,
+        mut moved: impl FnMut() -> Result<()>,
+    ) -> Result<()> {
+        debug_assert!(self.len <= capacity);
+        let len = self.len;
+        let moving = |t: &Tensor| -> candle_core::Result<Tensor> {
+            let (heads, _, width) = t.dims3()?;
+            let wider = Tensor::zeros((heads, capacity, width), t.dtype(), t.device())?;
+            if len > 0 {
+                wider.slice_set(&t.narrow(1, 0, len)?.contiguous()?, 1, 0)?;
+            }
+            Ok(wider)
+        };
+        self.capacity = self.capacity.min(capacity);
+        for layer in self.layers.iter_mut().filter(|l| l.k.dims()[1] != capacity) {
+            *layer = LayerKv { k: moving(&layer.k)?, v: layer.v.as_ref().map(moving).transpose()? };
+            moved()?;
+        }
+        self.capacity = capacity;
+        Ok(())
+    }
+
     /// All that layers keep, `[heads, capacity, width]` each, first layer first. For tests that look into it.
     #[doc(hidden)]
     pub fn tensors(&self) -> impl Iterator<Item = &Tensor> {
@@ -94,6 +126,13 @@ impl KvCache {
             return Err(Error::ContextExceeded { tokens, position: self.len, context: self.capacity });
         }
         Ok(())
+    }
+
+    /// Bytes of the largest layer.
+    pub(crate) fn largest_layer(&self) -> usize {
+        let bytes = |t: &Tensor| t.elem_count() * t.dtype().size_in_bytes();
+        let of = |l: &LayerKv| bytes(&l.k) + l.v.as_ref().map_or(0, bytes);
+        self.layers.iter().map(of).max().unwrap_or(0)
     }
 
     /// Counts `tokens` that every layer has written.

@@ -1,6 +1,7 @@
 //! Rotary position embedding (Su et al. 2021, arXiv 2104.09864): tables of angles.
 
 use std::f64::consts::PI;
+use std::sync::{Arc, PoisonError, RwLock};
 
 use candle_core::{DType, Device, Result, Tensor};
 
@@ -41,6 +42,11 @@ impl RotaryTable {
         })
     }
 
+    /// Positions that it has angles of.
+    pub(crate) fn positions(&self) -> usize {
+        self.cos.dims()[0]
+    }
+
     /// The angles of positions `from..from + tokens` on the host.
     pub(super) fn host_rows(&self, from: usize, tokens: usize) -> Option<Angles<'_>> {
         let half = self.dim / 2;
@@ -69,6 +75,45 @@ impl RotaryTable {
         }
         let rest = x.narrow(2, self.dim, width - self.dim)?;
         Tensor::cat(&[turn(&x.narrow(2, 0, self.dim)?)?, rest.contiguous()?], 2)
+    }
+}
+
+/// The tables of a model, which grow with its longest sequence.
+#[derive(Debug)]
+pub(crate) struct Ropes {
+    plans: Vec<RopePlan>,
+    tables: RwLock<RopeTables>,
+}
+
+/// As they were when they were asked for. Whoever keeps addresses of them keeps them.
+pub(crate) type RopeTables = Arc<Vec<RotaryTable>>;
+
+impl Ropes {
+    pub(crate) fn new(plans: Vec<RopePlan>, positions: usize, dtype: DType, device: &Device) -> Result<Self> {
+        let tables = plans.iter().map(|plan| RotaryTable::new(plan, positions, dtype, device));
+        let tables = RwLock::new(Arc::new(tables.collect::<Result<_>>()?));
+        Ok(Self { plans, tables })
+    }
+
+    pub(crate) fn tables(&self) -> RopeTables {
+        // A panic elsewhere leaves one table or the other, both whole.
+        self.tables.read().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// At least `positions` positions from now on; those that were there keep their angles.
+    pub(crate) fn grow(&self, positions: usize, dtype: DType, device: &Device) -> Result<()> {
+        if self.tables().iter().all(|t| t.positions() >= positions) {
+            return Ok(());
+        }
+        let grown = Self::new(self.plans.clone(), positions, dtype, device)?.tables();
+        *self.tables.write().unwrap_or_else(PoisonError::into_inner) = grown;
+        Ok(())
+    }
+
+    /// Elements by which tables of so many positions are larger than those that are there.
+    pub(crate) fn more_elements(&self, positions: usize) -> usize {
+        let of = |t: &RotaryTable| positions.saturating_sub(t.positions()) * t.dim;
+        self.tables().iter().map(of).sum()
     }
 }
 

@@ -10,7 +10,7 @@ use crate::model::Model;
 /// A conversation with a model.
 ///
 /// Keys and values of the longest prefix that a turn has in common with the last one are kept. When the history
-/// outgrows the context, the oldest turns are dropped; the system message stays.
+/// outgrows the planned context, that grows; where it cannot, the oldest turns are dropped, and the system message stays.
 pub struct Conversation<'m> {
     session: Session<'m>,
     template: &'m ChatTemplate,
@@ -47,15 +47,18 @@ impl<'m> Conversation<'m> {
     }
 
     /// Starts anew; the system message stays.
-    pub fn reset(&mut self) {
+    ///
+    /// # Errors
+    /// As [`Session::reset`].
+    pub fn reset(&mut self) -> Result<()> {
         self.messages.retain(|m| m.role == Role::System);
-        self.session.reset();
+        self.session.reset()
     }
 
     /// Says something and generates the answer.
     ///
-    /// At least a quarter of the context, or `max_tokens` if that is less, is kept free for the answer by dropping
-    /// old turns; an answer ends at the end of the context in any case.
+    /// At least a quarter of the planned context, or `max_tokens` if that is less, is kept free for the answer: by growing,
+    /// else by dropping old turns. An answer ends at the end of what the context can grow to in any case.
     ///
     /// # Errors
     /// [`Error::MessageTooLong`] when the message does not fit even alone, [`Error::Template`], and those of
@@ -67,9 +70,9 @@ impl<'m> Conversation<'m> {
         listener: &mut dyn FnMut(Event<'_>) -> ControlFlow<()>,
     ) -> Result<Reply> {
         let model = self.session.model();
-        let context = model.decoder().context();
+        let mut context = model.decoder().most_context();
         let wanted = options.max_tokens.unwrap_or(usize::MAX);
-        let reserve = wanted.clamp(1, (context / 4).max(1));
+        let reserve = wanted.clamp(1, (model.decoder().context() / 4).max(1));
 
         let mut messages = self.messages.clone();
         messages.push(Message::user(text));
@@ -78,7 +81,13 @@ impl<'m> Conversation<'m> {
             let rendered = self.template.render(&messages, true)?;
             let ids = model.tokenizer().encode(&rendered, false)?;
             if ids.len() + reserve <= context {
-                break (rendered, ids);
+                match self.session.make_room(ids.len() + reserve) {
+                    Ok(()) => break (rendered, ids),
+                    // From here on it is as if the model could have no more.
+                    Err(Error::ContextCannotGrow { context: now, .. }) => context = now,
+                    Err(e) => return Err(e),
+                }
+                continue;
             }
             if !drop_oldest_turn(&mut messages) {
                 if ids.len() < context {

@@ -24,6 +24,7 @@ use self::capture::{Captured, doing};
 use self::pinned::PinnedWords;
 use crate::blocks::fused::{Fused, address};
 use crate::blocks::kv_cache::{KvCache, LayerKv};
+use crate::blocks::rope::RopeTables;
 use crate::blocks::step::Step;
 use crate::cuda::{AdvanceArgs, SampleArgs, SampleSettings};
 use crate::decoder::{Decoder, Rows};
@@ -91,8 +92,8 @@ struct Recorded {
     reach: usize,
     options: SamplerOptions,
     place: Tensor,
-    /// Keeps the cache that the graph writes.
-    _kv: Vec<LayerKv>,
+    /// Keeps the cache that the graph writes, and the angles that it reads.
+    _kv: (Vec<LayerKv>, RopeTables),
     logits: Tensor,
 }
 
@@ -282,6 +283,25 @@ impl<'m> DeviceSteps<'m> {
         Ok(Some(token))
     }
 
+    /// Lets go of all graphs, which hold addresses of the sequence's KV cache, so that that can move.
+    pub fn let_go(&mut self) {
+        self.settle();
+        self.graphs.clear();
+    }
+
+    /// The sequence may have `tokens` tokens from now on. Only after [`Self::let_go`].
+    ///
+    /// # Errors
+    /// When the device has no memory for it.
+    pub fn reach_to(&mut self, tokens: usize) -> Result<()> {
+        if tokens + 1 > self.history.elem_count() {
+            let longer = Tensor::zeros(tokens + 1, DType::U32, self.decoder.device())?;
+            longer.slice_set(&self.history, 0, 0)?;
+            self.history = longer;
+        }
+        Ok(())
+    }
+
     /// Waits for what is under way; its tokens are dropped.
     pub fn settle(&mut self) {
         while let Some(step) = self.under_way.pop_front() {
@@ -351,6 +371,7 @@ impl<'m> DeviceSteps<'m> {
             self.note = Some(HOST_DRIVEN.to_owned());
             return Ok(false);
         }
+        let ropes = self.decoder.ropes();
         let mut logits = None;
         let recorded = Captured::of(&self.stream, || {
             fused.mark("begin", 0)?;
@@ -371,7 +392,7 @@ impl<'m> DeviceSteps<'m> {
                     self.graphs.pop_front();
                 }
                 let options = self.settings.options.clone();
-                let (place, kv) = (place.clone(), kv.layers().to_vec());
+                let (place, kv) = (place.clone(), (kv.layers().to_vec(), ropes));
                 self.graphs.push_back(Recorded { graph, reach, options, place, _kv: kv, logits });
                 (self.tries, self.note) = (0, None);
                 Ok(true)

@@ -13,7 +13,7 @@ use crate::arch::{self, DecoderPlan, MoePlan};
 use crate::decoder::Decoder;
 use crate::error::{Error, Result};
 
-/// Longest sequence unless another is asked for, in tokens; never more than the model's own limit.
+/// Tokens that memory is planned for unless others are asked for; never more than the model's own limit.
 pub const DEFAULT_CONTEXT: usize = 4096;
 
 /// How a model is loaded.
@@ -24,9 +24,12 @@ pub struct LoadOptions {
     pub dtype: DType,
     /// How the projections outside the experts are held.
     pub dense: DenseFormat,
-    /// Longest sequence, prompt and answer together, in tokens; `None` is the model's limit or [`DEFAULT_CONTEXT`],
-    /// whichever is less.
+    /// Tokens that memory is planned for, prompt and answer together; `None` is the model's limit or [`DEFAULT_CONTEXT`],
+    /// whichever is less. A longer sequence takes memory from the experts' slots.
     pub context: Option<usize>,
+    /// Tokens that a sequence may grow to; `None` is the model's limit. Less than the planned context counts as that, so
+    /// 0 keeps sequences from growing.
+    pub most_context: Option<usize>,
     /// How the expert cache is run. Its `top_k` is set by the model.
     pub cache: CacheOptions,
     /// The experts' format; `None` takes the one that fits the checkpoint's best (`ExpertStore::source_format`).
@@ -43,6 +46,7 @@ impl Default for LoadOptions {
             dtype: DType::F32,
             dense: DenseFormat::default(),
             context: None,
+            most_context: None,
             cache: CacheOptions::default(),
             format: None,
             cache_dir: None,
@@ -104,6 +108,7 @@ pub(crate) fn open_decoder(
     for (pattern, count) in weights.ignored() {
         tracing::info!("ignored, since the model does not use it: {pattern} ({count} tensors)");
     }
+    let decoder = decoder.with_most_context(options.most_context.unwrap_or(usize::MAX));
     Ok(decoder.with_notes(notes).with_memory(memory))
 }
 

@@ -14,16 +14,16 @@ use crate::tiny::{Family, GPU, converted, families, prompts, tiny};
 
 /// Tokens that follow a prompt.
 pub(crate) struct Run {
-    tokens: Vec<u32>,
+    pub(crate) tokens: Vec<u32>,
     /// Bits of all keys and values.
-    kept: Vec<u32>,
+    pub(crate) kept: Vec<u32>,
     /// Steps that were replayed.
     pub(crate) replayed: usize,
     pub(crate) note: Option<String>,
 }
 
 /// Bits of what `kv` holds of its tokens. Every layer's input is in it, of every token.
-fn kept(kv: &KvCache) -> Vec<u32> {
+pub(crate) fn kept(kv: &KvCache) -> Vec<u32> {
     let bits = |t: &Tensor| -> Vec<u32> {
         let t = t.narrow(1, 0, kv.len()).and_then(|t| t.contiguous()).expect("rows");
         let t = t.to_dtype(DType::F32).and_then(|t| t.flatten_all()).expect("F32");
@@ -67,7 +67,7 @@ pub(crate) fn same(have: &Run, want: &Run, what: &str) {
     assert!(have.kept == want.kept, "{what}: keys and values differ in bits");
 }
 
-fn open(options: &LoadOptions) -> Decoder {
+pub(crate) fn open(options: &LoadOptions) -> Decoder {
     Decoder::open(&tiny(), &GPU, options, &|_| {}).expect("comoe-tiny loads")
 }
 
@@ -238,7 +238,8 @@ fn answers_do_not_depend_on_the_graph() {
     let longer: Vec<u32> = prompts()[0].iter().chain(&cut.tokens).copied().collect();
     assert_eq!(answer(&mut with, &longer, &asked).tokens, whole.tokens[7..]);
     // To the last token that the context holds.
-    let short = LoadOptions { context: Some(prompts()[0].len() + 30), ..options };
+    let context = Some(prompts()[0].len() + 30);
+    let short = LoadOptions { context, most_context: Some(0), ..options };
     let model = Model::load(&tiny(), &GPU, &short, &|_| {}).expect("comoe-tiny loads");
     let to_the_end = GenerateOptions { max_tokens: Some(30), ..GenerateOptions::default() };
     let full = answer(&mut model.session().expect("a session"), &prompts()[0], &to_the_end);

@@ -5,6 +5,7 @@
 //! demand batch waits for no prefetch but the record under way, and then only if nobody helps.
 
 use std::collections::VecDeque;
+use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -131,6 +132,16 @@ impl CopyQueues {
     pub(super) fn holds(&self, slot: SlotId) -> Option<RecordIndex> {
         let record = self.shared.holds.get(slot.0 as usize)?.load(Ordering::Acquire);
         (record != NOTHING).then_some(RecordIndex(record))
+    }
+
+    /// Nobody uses the slots `unused` from now on; see [`Slab::set_unused`].
+    pub(super) fn set_unused(&self, unused: Range<u32>) -> Option<std::io::Result<u64>> {
+        let answer = self.slab().set_unused(unused.clone());
+        if answer.is_some() {
+            let forget = |slot: u32| self.shared.holds[slot as usize].store(NOTHING, Ordering::Release);
+            unused.for_each(forget);
+        }
+        answer
     }
 
     /// Copies one slot to another, at once. `false` when one of them does not exist or is in use.

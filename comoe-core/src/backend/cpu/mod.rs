@@ -7,6 +7,7 @@ mod kernels;
 mod slab;
 mod step;
 
+use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -15,7 +16,7 @@ use candle_core::Tensor;
 use self::copy::CopyQueues;
 use self::slab::{Slab, SlotRead};
 pub(super) use self::step::Step;
-use super::{Backend, BackendInfo, Fill, Queue, SlotId, Ticket, TransferTime, Work, WorkItem};
+use super::{Backend, BackendInfo, Chunks, Fill, Queue, SlotId, Ticket, TransferTime, Work, WorkItem};
 use crate::error::{Error, Result};
 use crate::expert::RECORD_ALIGN;
 use crate::store::{Directory, RecordSource};
@@ -75,6 +76,24 @@ impl Backend for CpuBackend {
         let slab = Slab::new(slots, slot_bytes)?;
         self.queues = Some(CopyQueues::new(self.source.clone(), slab)?);
         Ok(())
+    }
+
+    fn chunks(&self) -> std::result::Result<Chunks, String> {
+        match &self.queues {
+            _ if !cfg!(unix) => Err("this system takes no memory back in pieces".to_owned()),
+            Some(queues) => Ok(queues.slab().chunks()),
+            None => Err("slots are not allocated yet".to_owned()),
+        }
+    }
+
+    fn set_unused(&mut self, unused: Range<u32>) -> Result<u64> {
+        let queues = self.queues()?;
+        let answer = queues.set_unused(unused.clone()).ok_or_else(|| {
+            let reason =
+                format!("slots {unused:?} of {} are in use, or are not there", queues.slab().slots());
+            Error::BadArgument { what: "slots", reason }
+        })?;
+        answer.map_err(|e| Error::HostMemory { what: "giving slots back".to_owned(), reason: e.to_string() })
     }
 
     fn fill(&mut self, queue: Queue, after: &[Ticket], fills: &[Fill]) -> Result<Ticket> {

@@ -1,15 +1,19 @@
 //! The slots' memory: one lazily backed mapping, cut into equal slots that are lent out one borrower at a time.
 
-use std::ops::{Deref, DerefMut};
+use std::ops::{Deref, DerefMut, Range};
 use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Mutex, PoisonError};
 
 use memmap2::{MmapMut, MmapOptions};
 
-use crate::backend::SlotId;
+use crate::backend::{Chunks, SlotId};
 use crate::error::{Error, Result};
 
 /// Lock word of a slot that is being written; otherwise it counts readers.
 const WRITTEN: u32 = u32::MAX;
+
+/// Memory goes back to the system in such pieces: whole pages, whatever their size.
+const CHUNK: usize = 64 << 10;
 
 /// All slots. Untouched slots are not backed by memory.
 ///
@@ -19,11 +23,14 @@ pub(super) struct Slab {
     base: *mut u8,
     slot_bytes: usize,
     locks: Box<[AtomicU32]>,
-    /// Keeps `base` mapped; never used otherwise.
-    _map: MmapMut,
+    chunks: Chunks,
+    /// Slots that nobody may use: their lock words are [`WRITTEN`], by this slab itself.
+    unused: Mutex<Range<u32>>,
+    /// Keeps `base` mapped, and gives pages back.
+    map: MmapMut,
 }
 
-// SAFETY: `base` is memory that `_map` owns; every access to it goes through a guard that holds the slot's lock word,
+// SAFETY: `base` is memory that `map` owns; every access to it goes through a guard that holds the slot's lock word,
 // so threads never touch a byte that another one is writing.
 unsafe impl Send for Slab {}
 // SAFETY: as for `Send`.
@@ -43,7 +50,8 @@ impl Slab {
             ))
         })?;
         let locks = (0..slots).map(|_| AtomicU32::new(0)).collect();
-        Ok(Self { base: map.as_mut_ptr(), slot_bytes, locks, _map: map })
+        let chunks = Chunks::new(slots, slot_bytes, CHUNK, 1);
+        Ok(Self { base: map.as_mut_ptr(), slot_bytes, locks, chunks, unused: Mutex::default(), map })
     }
 
     pub(super) fn slots(&self) -> usize {
@@ -52,6 +60,47 @@ impl Slab {
 
     pub(super) fn slot_bytes(&self) -> usize {
         self.slot_bytes
+    }
+
+    pub(super) fn chunks(&self) -> Chunks {
+        self.chunks
+    }
+
+    /// Lends the slots `unused` to nobody from now on, and gives their memory back; those that were lent to nobody before
+    /// are empty. `None`, and nothing has changed, when one of them is borrowed or does not exist.
+    pub(super) fn set_unused(&self, unused: Range<u32>) -> Option<std::io::Result<u64>> {
+        let mut before = self.unused.lock().unwrap_or_else(PoisonError::into_inner);
+        if unused.end as usize > self.slots() {
+            return None;
+        }
+        let mut taken = Vec::new();
+        for slot in unused.clone().filter(|s| !before.contains(s)) {
+            taken.push(self.write(SlotId(slot))?);
+        }
+        // From here on their words stay as they are.
+        taken.into_iter().for_each(std::mem::forget);
+        for slot in before.clone().filter(|s| !unused.contains(s)) {
+            self.locks[slot as usize].store(0, Ordering::Release);
+        }
+        *before = unused.clone();
+        let bytes = self.chunks.bytes(&self.chunks.within(&unused));
+        Some(self.give_back(bytes).map(|()| self.chunks.bytes_without(&unused) as u64))
+    }
+
+    #[cfg(unix)]
+    fn give_back(&self, bytes: Range<usize>) -> std::io::Result<()> {
+        if bytes.is_empty() {
+            return Ok(());
+        }
+        let advice = memmap2::UncheckedAdvice::DontNeed;
+        // SAFETY: private anonymous memory of slots that are lent to nobody, so no reference to it exists; it reads as zeroes
+        // afterwards, which are initialised bytes.
+        unsafe { self.map.unchecked_advise_range(advice, bytes.start, bytes.len()) }
+    }
+
+    #[cfg(not(unix))]
+    fn give_back(&self, _: Range<usize>) -> std::io::Result<()> {
+        Err(std::io::ErrorKind::Unsupported.into())
     }
 
     /// Borrows a slot for reading; `None` when there is no such slot or it is being written.
@@ -148,6 +197,27 @@ mod tests {
         drop(w);
         assert_eq!(slab.read(SlotId(2)).unwrap().len(), 512);
         assert!(slab.read(SlotId(3)).is_none() && slab.write(SlotId(3)).is_none());
+    }
+
+    #[test]
+    fn unused_slots_are_lent_to_nobody_and_come_back_empty() {
+        let slab = Slab::new(400, 1024).unwrap();
+        (0..400).for_each(|s| slab.write(SlotId(s)).unwrap().fill(7));
+        {
+            let _reader = slab.read(SlotId(150)).unwrap();
+            assert!(slab.set_unused(100..400).is_none());
+            assert!(slab.write(SlotId(120)).is_some(), "nothing has changed");
+        }
+        assert!(slab.set_unused(100..401).is_none(), "there are 400");
+        // 100 KiB stay, in chunks of 64.
+        assert_eq!(slab.set_unused(100..400).unwrap().unwrap(), 128 << 10);
+        assert!(slab.read(SlotId(100)).is_none() && slab.write(SlotId(399)).is_none());
+        assert_eq!(slab.read(SlotId(99)).unwrap()[1023], 7);
+        assert_eq!(slab.set_unused(200..300).unwrap().unwrap(), (400 - 64) << 10);
+        assert_eq!((slab.read(SlotId(199)).unwrap()[0], slab.read(SlotId(300)).unwrap()[0]), (0, 0));
+        assert!(slab.read(SlotId(200)).is_none());
+        assert_eq!(slab.set_unused(0..0).unwrap().unwrap(), 400 << 10);
+        slab.write(SlotId(250)).unwrap().fill(8);
     }
 
     #[test]

@@ -1,6 +1,7 @@
 //! The CUDA backend.
 
 use std::borrow::Cow;
+use std::ops::Range;
 use std::sync::Arc;
 
 use candle_core::{CudaDevice, DType, Device, Tensor};
@@ -22,7 +23,7 @@ use super::timeline::Timelines;
 use super::upload::{UploadRing, bytes_of};
 use super::workspace::MOST_GEMV_TOKENS;
 use crate::backend::{
-    Backend, BackendInfo, DeviceDriver, Fill, Queue, SlotId, Ticket, TransferTime, Work, WorkItem,
+    Backend, BackendInfo, Chunks, DeviceDriver, Fill, Queue, SlotId, Ticket, TransferTime, Work, WorkItem,
 };
 use crate::error::{Error, Result};
 use crate::expert::{ExpertLayout, ExpertSpec, WeightOn};
@@ -185,12 +186,7 @@ impl CudaBackend {
         // SAFETY: `combine` writes every element before anyone reads one.
         let y = unsafe { Tensor::empty((tokens, spec.hidden), x.dtype(), x.device()) }?;
         let (x_address, y_address) = (address_of(&x, &caller)?, address_of(&y, &caller)?);
-        // F32 asks for precision, which the GEMM, in BF16, does not have.
-        let many = tokens > MOST_GEMV_TOKENS && x.dtype() != DType::F32;
-        let h_row = if many { 2 * gemm_stride(spec.intermediate) } else { 4 * spec.intermediate };
-        let rows = tokens * top_k;
-        self.hidden.reserve(&self.gpu, rows * h_row)?;
-        self.partial.reserve(&self.gpu, 4 * rows * spec.hidden)?;
+        let many = self.reserve_ffn(spec, x.dtype(), tokens, top_k)?;
         self.compute.enter(&caller)?;
         let mut ffn = Ffn {
             spec: *spec,
@@ -213,6 +209,22 @@ impl CudaBackend {
             ffn.gemm = Some(self.prepare_x(&ffn)?);
         }
         Ok(ffn)
+    }
+
+    /// Memory for the activations of a step; says whether the GEMM multiplies.
+    fn reserve_ffn(&mut self, spec: &ExpertSpec, dtype: DType, tokens: usize, top_k: usize) -> Result<bool> {
+        // F32 asks for precision, which the GEMM, in BF16, does not have.
+        let many = tokens > MOST_GEMV_TOKENS && dtype != DType::F32;
+        let h_row = if many { 2 * gemm_stride(spec.intermediate) } else { 4 * spec.intermediate };
+        let rows = tokens * top_k;
+        self.hidden.reserve(&self.gpu, rows * h_row)?;
+        self.partial.reserve(&self.gpu, 4 * rows * spec.hidden)?;
+        let on_input = spec.weight_on == WeightOn::Input;
+        if many && (dtype != DType::BF16 || on_input || spec.hidden != gemm_stride(spec.hidden)) {
+            let rows = if on_input { rows } else { tokens };
+            self.rounded.reserve(&self.gpu, 2 * rows * gemm_stride(spec.hidden))?;
+        }
+        Ok(many)
     }
 
     /// Uploads what one launch reads, as one piece, and returns the parts' addresses; they hold for launches that are
@@ -381,11 +393,11 @@ impl Backend for CudaBackend {
             .max(self.options.slot_bytes(self.source.directory()))
             .next_multiple_of(crate::expert::RECORD_ALIGN);
         let what = format!("{slots} slots of {slot_bytes} bytes");
-        let bytes = slots.checked_mul(slot_bytes).ok_or_else(|| Error::BadArgument {
-            what: "slots",
-            reason: format!("{what} are more than an address space"),
-        })?;
-        let slab = Slab::new(&self.gpu, &what, bytes)?;
+        if slots.checked_mul(slot_bytes).is_none_or(|bytes| bytes > isize::MAX as usize) {
+            let reason = format!("{what} are more than an address space");
+            return Err(Error::BadArgument { what: "slots", reason });
+        }
+        let slab = Slab::of_slots(&self.gpu, &what, slots, slot_bytes)?;
         let slots = Slots { base: slab.address(), stride: slot_bytes, count: slots };
         self.slab = Some(slab);
         let options = self.options.clone();
@@ -399,6 +411,21 @@ impl Backend for CudaBackend {
             options,
         )?);
         Ok(())
+    }
+
+    fn chunks(&self) -> std::result::Result<Chunks, String> {
+        let slab = self.slab.as_ref().ok_or("slots are not allocated yet")?;
+        slab.chunks().ok_or_else(|| "the driver maps no memory in pieces".to_owned())
+    }
+
+    fn set_unused(&mut self, unused: Range<u32>) -> Result<u64> {
+        if let Err(reason) = self.chunks() {
+            return Err(Error::FixedSlots { reason });
+        }
+        // Also what other streams of the device do: none of it may touch slots, but nothing shows that here.
+        self.gpu.bind()?;
+        self.gpu.ctx.synchronize().doing("waiting for the GPU")?;
+        self.slab.as_mut().ok_or_else(not_begun)?.set_unused(&unused)
     }
 
     fn fill(&mut self, queue: Queue, after: &[Ticket], fills: &[Fill]) -> Result<Ticket> {
@@ -423,6 +450,17 @@ impl Backend for CudaBackend {
     fn is_done(&mut self, ticket: Ticket) -> Result<bool> {
         self.gpu.bind()?;
         self.copies()?.is_done(ticket)
+    }
+
+    fn reserve(&mut self, work: &Work<'_>) -> Result<()> {
+        match work {
+            Work::Ffn { spec, x, top_k, .. } => {
+                self.gpu.bind()?;
+                let tokens = x.dims().first().copied().unwrap_or(0);
+                self.reserve_ffn(spec, x.dtype(), tokens, *top_k).map(drop)
+            }
+            Work::Gather { .. } => Ok(()),
+        }
     }
 
     fn begin(&mut self, work: Work<'_>) -> Result<()> {

@@ -133,6 +133,27 @@ pub fn cuda_memory(device: &Device) -> Result<(u64, u64)> {
     Ok((free as u64, total as u64))
 }
 
+/// Gives device memory that tensors have left, and that candle's pool keeps for the next ones, back to the driver, so that
+/// others can have it. Waits for the device. On other devices there is no such pool.
+///
+/// # Errors
+/// [`Error::Cuda`] when the driver refuses.
+pub fn cuda_give_back(device: &Device) -> Result<()> {
+    let Device::Cuda(cuda) = device else { return Ok(()) };
+    let gpu = Gpu::of(cuda);
+    gpu.bind()?;
+    gpu.ctx.synchronize().doing("waiting for the GPU")?;
+    if !gpu.ctx.has_async_alloc() {
+        return Ok(());
+    }
+    // SAFETY: the device is open; what is in use stays.
+    unsafe {
+        let pool =
+            result::device::get_default_mem_pool(gpu.ctx.cu_device()).doing("finding the memory pool")?;
+        sys::cuMemPoolTrimTo(pool, 0).result().doing("giving memory back")
+    }
+}
+
 /// Without this the driver hands freed memory back to the system at every synchronisation, once per layer.
 fn keep_freed_memory(gpu: &Gpu) -> Result<()> {
     if !gpu.ctx.has_async_alloc() {

@@ -3,7 +3,8 @@
 //! A step is its launches and nothing else: resolve (see kernels/resolve.cu), then gate_up and down, which read a miss
 //! through from page-locked memory into its slot, then the weighted sum. Where slots hold experts expanded to BF16, a
 //! kernel of its own reads misses through first, and all is multiplied from slots: the BF16 values that a later hit
-//! finds. All addresses hold from step to step, so that a graph may replay them.
+//! finds. All addresses hold from step to step, so that a graph may replay them; how many slots a layer has is in the
+//! tables, so that they also hold when slots come and go.
 
 use candle_core::Tensor;
 
@@ -12,7 +13,9 @@ use super::compute::address_of;
 use super::context::Doing;
 use super::kernels::{CombineArgs, DequantArgs, DownArgs, GateUpArgs, Items};
 use super::options::Expansion;
-use super::resolve::{COUNTERS_BYTES, FAULT_BAD_WEIGHT, FAULT_MISSING, FAULT_UNKNOWN_EXPERT, Resolve};
+use super::resolve::{
+    COUNTERS_BYTES, FAULT_BAD_WEIGHT, FAULT_MISSING, FAULT_UNKNOWN_EXPERT, PARTITION_BYTES, Resolve,
+};
 use super::tables::{FaultWord, Tables};
 use crate::backend::{
     DeviceCounters, DeviceDriver, DeviceLimits, DeviceStep, MOST_DEVICE_SLOTS, MOST_DEVICE_TOKENS,
@@ -57,12 +60,12 @@ impl DeviceDriver for CudaBackend {
             );
             return Err(Error::BadArgument { what: "pool", reason });
         }
-        if self.tables.as_ref().is_none_or(|t| t.shape != *shape) {
+        if self.tables.as_ref().is_none_or(|t| !t.fit(shape)) {
             let place = |r| self.arena.place(RecordIndex(r)).map_or(0, |p| p.device);
             let addresses: Vec<u64> = (0..directory.len() as u32).map(place).collect();
-            self.tables = Some(Tables::new(&self.gpu, directory, shape, &addresses)?);
+            self.tables = Some(Tables::new(&self.gpu, directory, shape, slots.count, &addresses)?);
         }
-        self.tables.as_mut().ok_or_else(no_tables)?.load(residency)
+        self.tables.as_mut().ok_or_else(no_tables)?.load(shape, residency)
     }
 
     fn residency(&mut self) -> Result<Residency> {
@@ -139,7 +142,9 @@ impl DeviceDriver for CudaBackend {
             owner: tables.address(at.owner),
             stamp: tables.address(at.stamp),
             score: half_life.map_or(0, |_| tables.address(at.score)),
-            clock: tables.address(at.clock + 8 * partition),
+            partition: tables.address(at.partitions + PARTITION_BYTES * partition),
+            slots: tables.address(at.slots),
+            place: tables.address(at.place),
             counters: tables.address(at.counters + COUNTERS_BYTES * layer),
             progress: tables.address(at.progress),
             missing: tables.address(at.missing),
@@ -156,8 +161,6 @@ impl DeviceDriver for CudaBackend {
             top_k: top_k as u32,
             experts: entry.experts as u32,
             first_record: entry.first,
-            first_slot: tables.first_slot[partition],
-            slots: tables.shape.partitions[partition] as u32,
             layer: layer as u32,
             weight_on_input: on_input.into(),
             ordinal,

@@ -1,6 +1,6 @@
-//! CUDA: slots in one allocation, records in page-locked memory, copies on streams of their own, fused kernels.
+//! CUDA: slots in one range of addresses, records in page-locked memory, copies on streams of their own, fused kernels.
 //!
-//! Reading order: `context` (devices), `slab` and `pinned` (memory), `arena` (records in page-locked memory),
+//! Reading order: `context` (devices), `slab`, `mapping` and `pinned` (memory), `arena` (records in page-locked memory),
 //! `timeline` (streams and tickets), `batch`, `expand`, `sender`, `bounce` and `copies` (the copy queues), `compute` and
 //! `upload` (the compute queue), `kernels`, and the backend that puts them together, with `many` for steps of many tokens.
 //! `device`, `tables` and `resolve` are the driver whose tables live on the GPU. A backend serves one GPU and nothing here
@@ -28,6 +28,8 @@ mod expand;
 pub mod kernels;
 #[cfg(feature = "cuda")]
 mod many;
+#[cfg(feature = "cuda")]
+mod mapping;
 pub mod measure;
 mod options;
 #[cfg(feature = "cuda")]
@@ -51,7 +53,7 @@ mod workspace;
 #[cfg(feature = "cuda")]
 pub use backend::CudaBackend;
 #[cfg(feature = "cuda")]
-pub use context::{cuda_device, cuda_device_count, cuda_memory};
+pub use context::{cuda_device, cuda_device_count, cuda_give_back, cuda_memory};
 #[doc(hidden)]
 pub use options::Faults;
 pub use options::{CudaOptions, Progress, ResidentFormat};
@@ -88,4 +90,13 @@ pub fn cuda_device_count() -> crate::Result<usize> {
 #[cfg(not(feature = "cuda"))]
 pub fn cuda_memory(device: &candle_core::Device) -> crate::Result<(u64, u64)> {
     Err(not_built(format!("{:?}", device.location())))
+}
+
+/// Gives device memory that tensors have left back to the driver; this build has no device that keeps any.
+///
+/// # Errors
+/// Never.
+#[cfg(not(feature = "cuda"))]
+pub fn cuda_give_back(_: &candle_core::Device) -> crate::Result<()> {
+    Ok(())
 }

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use cudarc::driver::{CudaStream, DeviceRepr, LaunchConfig, PushKernelArg};
 
 use super::kernels::{Kernels, launch_early};
-use crate::backend::{MOST_DEVICE_ASSIGNMENTS, MOST_DEVICE_SLOTS};
+use crate::backend::MOST_DEVICE_ASSIGNMENTS;
 use crate::error::{Error, Result};
 
 /// No slot, no record.
@@ -17,6 +17,8 @@ pub(super) const FAULT_BYTES: usize = 16;
 pub(super) const FAULT_BAD_WEIGHT: u32 = 1;
 pub(super) const FAULT_UNKNOWN_EXPERT: u32 = 2;
 pub(super) const FAULT_MISSING: u32 = 3;
+/// Bytes of what is known of a partition: clock (u64), where its slots begin in their list, and how many (u32 each).
+pub(super) const PARTITION_BYTES: usize = 16;
 /// Bytes of what is known of the token under way: steps done, and whether it is run again, u32 each.
 pub(super) const PROGRESS_BYTES: usize = 8;
 /// Bytes of a record that only the host can bring, and its slot: u32 each.
@@ -35,7 +37,9 @@ pub(super) struct Resolve {
     pub(super) owner: u64,
     pub(super) stamp: u64,
     pub(super) score: u64,
-    pub(super) clock: u64,
+    pub(super) partition: u64,
+    pub(super) slots: u64,
+    pub(super) place: u64,
     pub(super) counters: u64,
     pub(super) progress: u64,
     pub(super) missing: u64,
@@ -52,8 +56,6 @@ pub(super) struct Resolve {
     pub(super) top_k: u32,
     pub(super) experts: u32,
     pub(super) first_record: u32,
-    pub(super) first_slot: u32,
-    pub(super) slots: u32,
     pub(super) layer: u32,
     pub(super) weight_on_input: u32,
     pub(super) ordinal: u32,
@@ -67,18 +69,17 @@ impl Kernels {
     /// Enqueues one step's schedule; see kernels/resolve.cu.
     ///
     /// # Errors
-    /// [`Error::BadArgument`] for more assignments or slots than a block can have, [`Error::Device`] when the launch
+    /// [`Error::BadArgument`] for more assignments than a block can have, [`Error::Device`] when the launch
     /// fails.
     ///
     /// # Safety
     /// Every address must be valid on the stream's GPU, for the sizes that the kernel's source states, until it is
     /// done, and nobody else may write the tables meanwhile.
     pub(super) unsafe fn resolve(&self, stream: &Arc<CudaStream>, args: &Resolve) -> Result<()> {
-        let (assignments, slots) = (args.assignments as usize, args.slots as usize);
-        if assignments > MOST_DEVICE_ASSIGNMENTS || slots > MOST_DEVICE_SLOTS || args.top_k == 0 {
+        let assignments = args.assignments as usize;
+        if assignments > MOST_DEVICE_ASSIGNMENTS || args.top_k == 0 {
             let reason = format!(
-                "{assignments} assignments (top-{}) and {slots} slots: a device-driven step takes up to \
-                 {MOST_DEVICE_ASSIGNMENTS} and {MOST_DEVICE_SLOTS}",
+                "{assignments} assignments (top-{}): a device-driven step takes up to {MOST_DEVICE_ASSIGNMENTS}",
                 args.top_k
             );
             return Err(Error::BadArgument { what: "step", reason });
@@ -109,6 +110,6 @@ mod tests {
 
     #[test]
     fn arguments_are_as_long_as_on_the_device() {
-        assert_eq!(size_of::<Resolve>(), 200);
+        assert_eq!(size_of::<Resolve>(), 208);
     }
 }

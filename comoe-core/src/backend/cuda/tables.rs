@@ -8,7 +8,7 @@ use super::backend::Workspace;
 use super::context::{Doing, Gpu};
 use super::kernels::DeviceItem;
 use super::pinned::PinnedBuffer;
-use super::resolve::{COUNTERS_BYTES, FAULT_BYTES, MISSING_BYTES, NONE, PROGRESS_BYTES};
+use super::resolve::{COUNTERS_BYTES, FAULT_BYTES, MISSING_BYTES, NONE, PARTITION_BYTES, PROGRESS_BYTES};
 use super::slab::Slab;
 use super::upload::bytes_of;
 use crate::backend::{Fill, MOST_DEVICE_ASSIGNMENTS, SlotId};
@@ -16,7 +16,7 @@ use crate::error::{Error, Result};
 use crate::pool::{DecayedCounts, PoolShape, Residency};
 use crate::store::{Directory, RecordIndex};
 
-/// Where each table lies in the one allocation. `clock` to `progress` is what an owner hands to the next.
+/// Where each table lies in the one allocation. `partitions` to `progress` is what an owner hands to the next.
 pub(super) struct Offsets {
     pub(super) fault: usize,
     pub(super) counters: usize,
@@ -26,7 +26,9 @@ pub(super) struct Offsets {
     pub(super) list: usize,
     pub(super) factors: usize,
     pub(super) missing: usize,
-    pub(super) clock: usize,
+    pub(super) partitions: usize,
+    pub(super) slots: usize,
+    pub(super) place: usize,
     pub(super) stamp: usize,
     pub(super) score: usize,
     pub(super) slot_of: usize,
@@ -52,7 +54,9 @@ impl Offsets {
             list: take(4 * MOST_DEVICE_ASSIGNMENTS),
             factors: take(4 * MOST_DEVICE_ASSIGNMENTS),
             missing: take(MISSING_BYTES * MOST_DEVICE_ASSIGNMENTS),
-            clock: take(8 * partitions),
+            partitions: take(PARTITION_BYTES * partitions),
+            slots: take(4 * slots),
+            place: take(4 * slots),
             stamp: take(8 * slots),
             score: take(8 * records),
             slot_of: take(4 * records),
@@ -73,8 +77,10 @@ pub(super) struct Tables {
     hidden: Workspace,
     partial: Workspace,
     pub(super) shape: PoolShape,
-    /// First slot of each partition.
-    pub(super) first_slot: Vec<u32>,
+    /// Slots of each partition, ascending.
+    slots: Vec<Vec<u32>>,
+    /// Slots that the tables have room for.
+    most_slots: usize,
     records: usize,
     /// By partition, where decayed counts decide; else empty.
     pub(super) half_lives: Vec<f64>,
@@ -89,26 +95,21 @@ pub(super) struct FaultWord {
 }
 
 impl Tables {
-    /// `addresses`: where kernels read each record, 0 where they cannot.
+    /// For pools of up to `most_slots` slots. `addresses`: where kernels read each record, 0 where they cannot.
     pub(super) fn new(
         gpu: &Gpu,
         directory: &Directory,
         shape: &PoolShape,
+        most_slots: usize,
         addresses: &[u64],
     ) -> Result<Self> {
-        let at =
-            Offsets::new(directory.layers().len(), directory.len(), shape.partitions.len(), shape.slots());
+        let at = Offsets::new(directory.layers().len(), directory.len(), shape.partitions.len(), most_slots);
         let slab = Slab::new(gpu, "residency tables", at.end)?;
         slab.write(0, &vec![0; at.end])?;
         slab.write(at.address, bytes_of(addresses))?;
         let fault = PinnedBuffer::new(gpu, FAULT_BYTES)
             .map_err(|e| gpu.explain_allocation("a page-locked word", FAULT_BYTES as u64, e))?;
         let fault_address = fault.device_address()?;
-        let starts = shape.partitions.iter().scan(0, |next, &slots| {
-            let first = *next;
-            *next += slots as u32;
-            Some(first)
-        });
         Ok(Self {
             slab,
             at,
@@ -116,8 +117,9 @@ impl Tables {
             fault_address,
             hidden: Workspace::new(gpu, "the experts' hidden activations")?,
             partial: Workspace::new(gpu, "the experts' outputs")?,
-            first_slot: starts.collect(),
             shape: shape.clone(),
+            slots: Vec::new(),
+            most_slots,
             records: directory.len(),
             half_lives: Vec::new(),
         })
@@ -127,10 +129,18 @@ impl Tables {
         self.slab.address() + offset as u64
     }
 
-    /// Starts from `residency`.
-    pub(super) fn load(&mut self, residency: &Residency) -> Result<()> {
+    /// Whether a pool of this shape can have these tables, at the addresses where they are.
+    pub(super) fn fit(&self, shape: &PoolShape) -> bool {
+        shape.partition_of == self.shape.partition_of && shape.slots() <= self.most_slots
+    }
+
+    /// Starts from `residency` in slots of `shape`.
+    pub(super) fn load(&mut self, shape: &PoolShape, residency: &Residency) -> Result<()> {
+        self.slots = vec![Vec::new(); shape.partitions.len()];
+        shape.dealt().enumerate().for_each(|(slot, p)| self.slots[p].push(slot as u32));
+        self.shape = shape.clone();
         let image = self.image(residency)?;
-        self.slab.write(self.at.clock, &image)?;
+        self.slab.write(self.at.partitions, &image)?;
         self.half_lives = residency.counts.as_ref().map_or_else(Vec::new, |c| c.half_lives.clone());
         Ok(())
     }
@@ -153,9 +163,8 @@ impl Tables {
         }
         for (p, held) in residency.partitions.iter().enumerate() {
             for &(record, slot) in held {
-                let room = self.first_slot[p]..self.first_slot[p] + self.shape.partitions[p] as u32;
-                if !room.contains(&slot.0) || record.0 as usize >= records {
-                    let reason = format!("{record:?} in {slot:?}: partition {p} has {room:?}");
+                if self.slots[p].binary_search(&slot.0).is_err() || record.0 as usize >= records {
+                    let reason = format!("{record:?} in {slot:?}, which is not of partition {p}");
                     return Err(Error::BadArgument { what: "residency", reason });
                 }
                 stamp[slot.0 as usize] = match residency.counts {
@@ -169,15 +178,25 @@ impl Tables {
                 owner[slot.0 as usize] = record.0;
             }
         }
-        let mut image = vec![0; self.at.end - self.at.clock];
+        let (mut places, mut first) = (vec![NONE; slots], 0);
+        let mut parts = Vec::with_capacity(4 * partitions);
+        for (clock, own) in clock.iter().zip(&self.slots) {
+            parts.extend([*clock as u32, (clock >> 32) as u32, first, own.len() as u32]);
+            first += own.len() as u32;
+            own.iter().zip(0..).for_each(|(&slot, place)| places[slot as usize] = place);
+        }
+        let listed: Vec<u32> = self.slots.concat();
+        let mut image = vec![0; self.at.end - self.at.partitions];
         for (offset, bytes) in [
-            (self.at.clock, bytes_of(&clock)),
+            (self.at.partitions, bytes_of(&parts)),
+            (self.at.slots, bytes_of(&listed)),
+            (self.at.place, bytes_of(&places)),
             (self.at.stamp, bytes_of(&stamp)),
             (self.at.score, bytes_of(&score)),
             (self.at.slot_of, bytes_of(&slot_of)),
             (self.at.owner, bytes_of(&owner)),
         ] {
-            let start = offset - self.at.clock;
+            let start = offset - self.at.partitions;
             image[start..start + bytes.len()].copy_from_slice(bytes);
         }
         Ok(image)
@@ -200,21 +219,19 @@ impl Tables {
         let slots = self.shape.slots();
         let stamp = self.long_words(self.at.stamp, slots)?;
         let owner = self.words(self.at.owner, slots)?;
-        let held = |(p, &first): (usize, &u32)| {
-            let mut slots: Vec<u32> = (first..first + self.shape.partitions[p] as u32)
-                .filter(|&s| owner[s as usize] != NONE)
-                .collect();
+        let held = |own: &Vec<u32>| {
+            let mut slots: Vec<u32> = own.iter().copied().filter(|&s| owner[s as usize] != NONE).collect();
             slots.sort_by_key(|&s| (stamp[s as usize], owner[s as usize]));
             slots.into_iter().map(|s| (RecordIndex(owner[s as usize]), SlotId(s))).collect()
         };
-        let partitions = self.first_slot.iter().enumerate().map(held).collect();
+        let partitions = self.slots.iter().map(held).collect();
         let counts = match self.half_lives.is_empty() {
             true => None,
             false => {
-                let clock = self.long_words(self.at.clock, self.half_lives.len())?;
+                let parts = self.long_words(self.at.partitions, 2 * self.half_lives.len())?;
                 Some(DecayedCounts {
                     half_lives: self.half_lives.clone(),
-                    ticks: clock.into_iter().map(|next| next - 1).collect(),
+                    ticks: parts.iter().step_by(2).map(|next| next - 1).collect(),
                     scores: self.long_words(self.at.score, self.records)?,
                 })
             }

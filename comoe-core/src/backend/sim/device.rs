@@ -158,6 +158,7 @@ impl DeviceDriver for SimBackend {
             self.source.read(record, &mut read)?;
             match slot {
                 Some(slot) => {
+                    self.check_memory(slot, record)?;
                     let slot = slot.0 as usize;
                     self.slab[slot * self.slot_bytes..][..bytes].copy_from_slice(&read);
                     self.slots[slot] = SlotAccess { filled: Ticket::DONE, read: 0, holds: Some(record) };

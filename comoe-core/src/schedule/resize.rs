@@ -1,0 +1,198 @@
+//! The number of slots changes between steps: what leaves, what comes back, and how much of it is lent.
+
+use super::Engine;
+use crate::backend::Chunks;
+use crate::error::{Error, Result};
+use crate::pool::SlotState;
+
+/// Bytes by which more is given up than is missing.
+const SPARE: u64 = 4 << 20;
+
+/// What is in force of a pool whose slots come and go.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct SlotsInForce {
+    /// Slots, without staging.
+    pub slots: usize,
+    /// Bytes of device memory that they have, with staging and ring. Memory comes and goes in chunks, so this may be somewhat more
+    /// than the slots need.
+    pub bytes: u64,
+    /// Bytes of it that are lent ([`ExpertCache::lend`](crate::ExpertCache::lend)).
+    pub lent: u64,
+}
+
+/// How many slots there should be.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Elastic {
+    /// So many, but for what is lent.
+    wanted: usize,
+    /// Never fewer: what one token needs.
+    least: usize,
+    lent: u64,
+}
+
+impl Elastic {
+    pub(super) fn new(slots: usize) -> Self {
+        Self { wanted: slots, least: slots, lent: 0 }
+    }
+}
+
+impl Engine {
+    /// Lets slots leave, all but `least`.
+    pub(crate) fn keep_at_least(&mut self, least: usize) {
+        self.elastic.least = least.min(self.elastic.wanted);
+    }
+
+    pub(crate) fn slots_in_force(&self) -> SlotsInForce {
+        let slots = self.pool.shape().slots();
+        let all = self.clocks.len() as u64 * self.slot_bytes as u64;
+        let bytes = self.backend.chunks().map_or(all, |chunks| self.bytes_of(chunks, slots));
+        SlotsInForce { slots, bytes, lent: self.elastic.lent }
+    }
+
+    /// Why the number of slots cannot change, if so.
+    pub(crate) fn fixed(&self) -> Option<String> {
+        self.backend.chunks().err()
+    }
+
+    /// Makes it `slots` slots, less what is lent; never fewer than one token needs, nor more than at first.
+    ///
+    /// # Errors
+    /// [`Error::FixedSlots`], and when the backend fails.
+    pub(crate) fn resize(&mut self, slots: usize) -> Result<SlotsInForce> {
+        self.elastic.wanted = slots.clamp(self.elastic.least, self.pool.most().slots());
+        self.apply()
+    }
+
+    /// Gives up as many slots as have `bytes` bytes of memory, on top of what was lent before.
+    ///
+    /// # Errors
+    /// [`Error::NothingToLend`] when there are too few, and nothing has changed; as [`Self::resize`].
+    pub(crate) fn lend(&mut self, bytes: u64) -> Result<SlotsInForce> {
+        let chunks = self.backend.chunks().map_err(|reason| Error::FixedSlots { reason })?;
+        let Elastic { wanted, least, lent } = self.elastic;
+        let most = self.bytes_of(chunks, wanted).saturating_sub(self.bytes_of(chunks, least));
+        if lent + bytes > most {
+            return Err(Error::NothingToLend { asked: bytes, most: most.saturating_sub(lent), least });
+        }
+        self.elastic.lent += bytes;
+        self.apply()
+    }
+
+    /// Takes back what was lent; slots come back as far as there is memory for them.
+    ///
+    /// # Errors
+    /// As [`Self::resize`].
+    pub(crate) fn take_back(&mut self, bytes: u64) -> Result<SlotsInForce> {
+        self.elastic.lent = self.elastic.lent.saturating_sub(bytes);
+        self.apply()
+    }
+
+    /// Bytes of the slab with `slots` slots of the pool.
+    fn bytes_of(&self, chunks: Chunks, slots: usize) -> u64 {
+        chunks.bytes_without(&(slots as u32..self.pool.most().slots() as u32)) as u64
+    }
+
+    /// Makes the number of slots what it should be, or as near to it as memory allows.
+    fn apply(&mut self) -> Result<SlotsInForce> {
+        let chunks = self.backend.chunks().map_err(|reason| Error::FixedSlots { reason })?;
+        let Elastic { wanted, least, lent } = self.elastic;
+        let most_bytes = self.bytes_of(chunks, wanted).saturating_sub(lent);
+        // More slots never take fewer bytes.
+        let (mut fits, mut too_many) = (least, wanted + 1);
+        while too_many - fits > 1 {
+            let middle = fits.midpoint(too_many);
+            match self.bytes_of(chunks, middle) <= most_bytes {
+                true => fits = middle,
+                false => too_many = middle,
+            }
+        }
+        let now = self.pool.shape().slots();
+        if fits != now {
+            self.host_owns()?;
+            self.guarded(Self::come_to_rest)?;
+            match fits < now {
+                true => self.guarded(|this| this.shrink(fits))?,
+                false => self.grow(fits)?,
+            }
+        }
+        Ok(self.slots_in_force())
+    }
+
+    /// Waits until every fill has arrived and every reader is done.
+    pub(super) fn come_to_rest(&mut self) -> Result<()> {
+        self.backend.synchronize()?;
+        let loading = |(slot, state)| matches!(state, SlotState::Loading(_)).then_some(slot);
+        for slot in self.pool.states().filter_map(loading).collect::<Vec<_>>() {
+            self.pool.arrived(slot);
+        }
+        Ok(())
+    }
+
+    fn shrink(&mut self, slots: usize) -> Result<()> {
+        self.change(slots);
+        let unused = slots as u32..self.pool.most().slots() as u32;
+        self.backend.set_unused(unused).map(drop)
+    }
+
+    /// Grows to `slots` slots, or to fewer where memory is short: then what is free is left to others.
+    fn grow(&mut self, slots: usize) -> Result<()> {
+        let (now, most) = (self.pool.shape().slots(), self.pool.most().slots() as u32);
+        let mut more = slots - now;
+        while more > 0 {
+            match self.backend.set_unused((now + more) as u32..most) {
+                Ok(_) => {
+                    self.change(now + more);
+                    break;
+                }
+                // What was there before is there still.
+                Err(Error::OutOfDeviceMemory { .. }) => more /= 2,
+                Err(e) => return self.guarded(|_| Err(e)),
+            }
+        }
+        Ok(())
+    }
+
+    /// Runs `f`, which may find that memory is short before it has changed anything. Then slots give up what is missing, for
+    /// good, and it runs once more. An error stops the cache.
+    pub(super) fn with_memory<R>(&mut self, mut f: impl FnMut(&mut Self) -> Result<R>) -> Result<R> {
+        if let Some(first) = &self.failed {
+            return Err(Error::Stopped { first: first.clone() });
+        }
+        let error = match f(self) {
+            Err(error @ Error::OutOfDeviceMemory { .. }) => error,
+            other => return self.guarded(|_| other),
+        };
+        let Error::OutOfDeviceMemory { asked, free, .. } = error else { return self.guarded(|_| Err(error)) };
+        // What is free may lie in pieces, and rounding takes some of it.
+        match self.lend(asked.saturating_sub(free) + SPARE) {
+            Ok(force) => {
+                tracing::warn!("{error}: the experts' slots made room, {} are left", force.slots);
+                self.guarded(f)
+            }
+            // What was missing first says more than why nothing could be done about it.
+            Err(_) => self.guarded(|_| Err(error)),
+        }
+    }
+
+    /// Changes the pool's size, and forgets what was known of records that lost their slots.
+    fn change(&mut self, slots: usize) {
+        let staged = self.pool.staged().to_vec();
+        let left = self.pool.resize(slots);
+        for record in &left {
+            let was_early = self.early.iter().position(|r| r == record).map(|at| self.early.swap_remove(at));
+            if was_early.is_some() || staged.contains(record) {
+                self.stats.prefetch_wasted += 1;
+                self.stats.layers[self.directory.ordinal_of(*record)].prefetch_wasted += 1;
+                self.stats.prefetch_wasted_bytes += self.directory.record_bytes(*record) as u64;
+            }
+        }
+        if let Some(prefetch) = &mut self.prefetch {
+            prefetch.forget_pending();
+        }
+        let stats = &mut self.stats;
+        stats.slots = slots;
+        stats.resizes += 1;
+        stats.least_slots = stats.least_slots.min(slots);
+        stats.most_slots = stats.most_slots.max(slots);
+    }
+}
