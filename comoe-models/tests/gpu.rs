@@ -6,13 +6,21 @@
 
 #[path = "distance/mod.rs"]
 mod distance;
+#[path = "gpu/exactness.rs"]
+mod exactness;
+#[path = "gpu/failures.rs"]
+mod failures;
 #[path = "gpu/formats.rs"]
 mod formats;
 #[path = "gpu/graph.rs"]
 mod graph;
 #[path = "gpu/kernels/mod.rs"]
 mod kernels;
+#[path = "gpu/kv_format.rs"]
+mod kv_format;
 #[path = "gpu/prefill.rs"]
 mod prefill;
+#[path = "gpu/synthetic.rs"]
+mod synthetic;
 #[path = "gpu/tiny.rs"]
 mod tiny;
