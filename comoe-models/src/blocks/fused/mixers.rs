@@ -22,9 +22,12 @@ pub(in crate::blocks) struct Heads<'a> {
 }
 
 impl Step<'_> {
-    /// All heads' rows of a cache `[heads, capacity, width]`, which may be a part of wider rows.
-    fn cached(&self, cached: &Cached) -> Result<KvRows> {
+    /// All heads' rows of a cache `[heads, capacity, width]` of a model in `dtype`, which may be a part of wider rows.
+    fn cached(&self, cached: &Cached, dtype: DType) -> Result<KvRows> {
         let (rows, scales) = cached.parts();
+        if scales.is_none() && rows.dtype() != dtype {
+            candle_core::bail!("a KV cache in {:?} for a model in {dtype:?}", rows.dtype());
+        }
         let &[head_stride, row_stride, 1] = rows.stride() else {
             candle_core::bail!("a KV cache of layout {:?}", rows.layout());
         };
@@ -85,8 +88,8 @@ impl Step<'_> {
             // The key projection's rows are there twice.
             values_are_keys: false,
             q: self.at(&q)?,
-            k: self.cached(k)?,
-            v: self.cached(v)?,
+            k: self.cached(k, qkv.dtype())?,
+            v: self.cached(v, qkv.dtype())?,
             cache: k.format(),
             capacity,
             position: self.place()?,
@@ -119,8 +122,8 @@ impl Step<'_> {
         let mut args = AttendArgs {
             q: self.at(q)?,
             dtype: q.dtype(),
-            k: self.cached(k)?,
-            v: self.cached(v)?,
+            k: self.cached(k, q.dtype())?,
+            v: self.cached(v, q.dtype())?,
             cache: k.format(),
             capacity,
             reach: self.reach.min(capacity),
