@@ -19,7 +19,7 @@ use comoe_core::{
     Prefetch, PrefetchTrigger,
 };
 use comoe_models::load::{ConfigFile, DenseWeights};
-use comoe_models::{Decoder, Rows, arch};
+use comoe_models::{Decoder, KvFormat, Rows, arch};
 use serde::Serialize;
 
 pub use self::measured::{Measured, Memory};
@@ -297,7 +297,7 @@ impl Decode {
             }
         };
         let plan = arch::plan(&config)?;
-        let kv = plan.kv_bytes_per_token(dtype(device).size_in_bytes()) * context;
+        let kv = plan.kv_bytes_per_token(dtype(device).size_in_bytes(), KvFormat::Plain) * context;
         let checkpoint = Checkpoint::open(&[path])?;
         let naming = Naming::auto();
         let elements: usize = checkpoint
@@ -454,6 +454,23 @@ mod tests {
             assert!(half.hit_rate < 1.0 && half.bytes_per_token > 0.0, "{half:?}");
             assert!(half.tokens_per_s > 0.0 && half.prefetch == "off");
         }
+    }
+
+    #[test]
+    fn a_model_without_norms_of_q_and_k_decodes() {
+        let mixtral = |r: &mut Decode| {
+            r.shape.dense = r.shape.dense.map(|d| crate::shape::DenseShape { qk_norm: false, ..d });
+        };
+        let plan = |qk_norm: bool| {
+            let mut decode = Decode::new(Shape::small());
+            if !qk_norm {
+                mixtral(&mut decode);
+            }
+            let config = decode.shape.config().unwrap().to_string();
+            arch::plan(&ConfigFile::parse(Path::new("config.json"), &config).unwrap()).unwrap()
+        };
+        assert!(plan(true) != plan(false));
+        assert_eq!(run(mixtral).unwrap().hit_rate, 1.0);
     }
 
     #[test]

@@ -47,17 +47,19 @@ fn tensors(shape: &Shape) -> Result<Vec<(String, Random)>> {
     ];
     let (q, kv) = (dense.heads * dense.head_dim, dense.kv_heads * dense.head_dim);
     for layer in 0..shape.first + shape.layers {
-        let parts = [
+        let router = if dense.qk_norm { "mlp.gate" } else { "block_sparse_moe.gate" };
+        let mut parts = vec![
             ("self_attn.q_proj", matrix(q, hidden)),
             ("self_attn.k_proj", matrix(kv, hidden)),
             ("self_attn.v_proj", matrix(kv, hidden)),
             ("self_attn.o_proj", matrix(hidden, q)),
-            ("self_attn.q_norm", ones(dense.head_dim)),
-            ("self_attn.k_norm", ones(dense.head_dim)),
             ("input_layernorm", ones(hidden)),
             ("post_attention_layernorm", ones(hidden)),
-            ("mlp.gate", matrix(shape.experts, hidden)),
+            (router, matrix(shape.experts, hidden)),
         ];
+        if dense.qk_norm {
+            parts.extend(["self_attn.q_norm", "self_attn.k_norm"].map(|name| (name, ones(dense.head_dim))));
+        }
         all.extend(parts.into_iter().map(|(name, t)| (format!("model.layers.{layer}.{name}.weight"), t)));
     }
     Ok(all)

@@ -1,5 +1,5 @@
-//! comoe-tiny with the same bytes for its pool in every format: how many slots they are, how often they hit, how fast
-//! it decodes, and how far what it says is from the BF16 model.
+//! comoe-tiny with the same bytes for its pool in every format of its experts, and with its KV cache in INT8: how many
+//! slots they are, how often they hit, how fast it decodes, and how far what it says is from the BF16 model.
 //!
 //! Everybody reads the same conversations, which training never saw, and is given their answers token by token (teacher
 //! forcing), so that all distributions are of the same text. The distance is the mean over those tokens of KL(P || Q) in
@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use candle_core::{DType, Device};
 use comoe_core::backend::cuda::ResidentFormat;
 use comoe_core::{CacheOptions, Capacity, ExpertFormat};
-use comoe_models::{Decoder, LoadOptions, Message, Model, Role, Rows};
+use comoe_models::{Decoder, KvFormat, LoadOptions, Message, Model, Role, Rows};
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};
@@ -37,6 +37,13 @@ pub struct Formats {
 struct Held {
     format: ExpertFormat,
     resident: ResidentFormat,
+    kv: KvFormat,
+}
+
+impl Held {
+    fn as_stored(format: ExpertFormat) -> Self {
+        Self { format, resident: ResidentFormat::AsStored, kv: KvFormat::Plain }
+    }
 }
 
 /// A format, measured.
@@ -86,8 +93,7 @@ impl Formats {
         }
         let scripts = self.scripts()?;
         say("BF16, resident");
-        let bf16 = Held { format: ExpertFormat::Bf16, resident: ResidentFormat::AsStored };
-        let reference = self.open(device, bf16, Capacity::All)?;
+        let reference = self.open(device, Held::as_stored(ExpertFormat::Bf16), Capacity::All)?;
         let mut want = Logits::new();
         forced(&reference, &scripts, Some(&mut want))?;
         drop(reference);
@@ -140,6 +146,7 @@ impl Formats {
         let mut options = LoadOptions {
             cache: CacheOptions { capacity, ..CacheOptions::default() },
             format: Some(held.format),
+            kv: held.kv,
             dtype: if device.is_cpu() { DType::F32 } else { DType::BF16 },
             ..LoadOptions::default()
         };
@@ -216,7 +223,10 @@ impl From<Said> for Message {
 impl std::fmt::Display for Held {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "{}", self.format)?;
-        if self.resident == ResidentFormat::Bf16 { f.write_str(", BF16 on load") } else { Ok(()) }
+        if self.resident == ResidentFormat::Bf16 {
+            f.write_str(", BF16 on load")?;
+        }
+        if self.kv == KvFormat::Int8 { f.write_str(", INT8 KV cache") } else { Ok(()) }
     }
 }
 
@@ -224,10 +234,12 @@ impl std::fmt::Display for Held {
 fn all_held(device: &Device) -> Vec<Held> {
     use ExpertFormat as F;
     let as_stored = [F::Bf16, F::INT8, F::INT4, F::Mxfp4];
-    let mut all: Vec<_> = as_stored.map(|format| Held { format, resident: ResidentFormat::AsStored }).into();
+    let mut all: Vec<_> = as_stored.map(Held::as_stored).into();
     if !device.is_cpu() {
-        all.extend([F::INT8, F::INT4].map(|format| Held { format, resident: ResidentFormat::Bf16 }));
+        let on_load = |format| Held { resident: ResidentFormat::Bf16, ..Held::as_stored(format) };
+        all.extend([F::INT8, F::INT4].map(on_load));
     }
+    all.push(Held { kv: KvFormat::Int8, ..Held::as_stored(F::Bf16) });
     all
 }
 
@@ -303,8 +315,8 @@ mod tests {
     fn at_equal_bytes_fewer_bits_hit_more_and_say_something_else() {
         let measured = formats().run(&Device::Cpu, &|_| {}).unwrap();
         let names: Vec<_> = measured.iter().map(|m| m.format.as_str()).collect();
-        assert_eq!(names, ["bf16", "int8-g64", "int4-g64", "mxfp4"]);
-        let [bf16, int8, int4, mxfp4] = &measured[..] else { panic!("{measured:?}") };
+        assert_eq!(names, ["bf16", "int8-g64", "int4-g64", "mxfp4", "bf16, INT8 KV cache"]);
+        let [bf16, int8, int4, mxfp4, kv] = &measured[..] else { panic!("{measured:?}") };
         assert_eq!((bf16.slots, bf16.slot_bytes), ([24, 96], 196_608));
         assert_eq!((bf16.kl, bf16.same_choice), (0.0, 1.0), "the pool changed the output");
         assert!(
@@ -314,6 +326,10 @@ mod tests {
         assert!(bf16.slots[0] < int8.slots[0] && int8.slots[0] < int4.slots[0], "{measured:?}");
         assert!(bf16.hit_rate < int8.hit_rate && int8.hit_rate < int4.hit_rate, "{measured:?}");
         assert!(0.0 < int8.kl && int8.kl < int4.kl && int8.kl < mxfp4.kl && mxfp4.kl < 1.0, "{measured:?}");
+        assert!(
+            (kv.slots, kv.slot_bytes) == (bf16.slots, bf16.slot_bytes) && 0.0 < kv.kl && kv.kl < int4.kl,
+            "{kv:?}"
+        );
         assert!(int8.same_choice > int4.same_choice - 0.02 && int4.same_choice > 0.5, "{measured:?}");
         assert!(measured.iter().all(|m| m.tokens_per_s[0] >= m.tokens_per_s[1] && m.tokens > 20));
     }

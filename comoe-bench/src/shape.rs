@@ -24,7 +24,7 @@ pub struct Shape {
     pub dense: Option<DenseShape>,
 }
 
-/// Attention, embedding and head of a Qwen3-MoE model.
+/// Attention, embedding and head of a Qwen3-MoE model, or of Mixtral.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct DenseShape {
     /// Rows of the embedding table and of the head.
@@ -35,6 +35,8 @@ pub struct DenseShape {
     pub kv_heads: usize,
     /// Width of a head.
     pub head_dim: usize,
+    /// Whether q and k are normed: Qwen3-MoE has it so, Mixtral has not.
+    pub qk_norm: bool,
 }
 
 impl Shape {
@@ -49,17 +51,17 @@ impl Shape {
             layers,
             dense: None,
         };
+        let dense = |vocab, kv_heads, qk_norm| {
+            Some(DenseShape { vocab, heads: 32, kv_heads, head_dim: 128, qk_norm })
+        };
         let gpt_oss = ExpertSpec {
             activation: Activation::SwigluClamped { limit: 7.0, alpha: 1.702 },
             bias: true,
             ..ExpertSpec::swiglu(2880, 2880)
         };
         vec![
-            Self {
-                dense: Some(DenseShape { vocab: 151_936, heads: 32, kv_heads: 4, head_dim: 128 }),
-                ..plain("qwen3-30b-a3b", 48, 128, 8, 2048, 768)
-            },
-            plain("mixtral-8x7b", 32, 8, 2, 4096, 14336),
+            Self { dense: dense(151_936, 4, true), ..plain("qwen3-30b-a3b", 48, 128, 8, 2048, 768) },
+            Self { dense: dense(32_000, 8, false), ..plain("mixtral-8x7b", 32, 8, 2, 4096, 14336) },
             Self { first: 1, ..plain("deepseek-v2-lite", 26, 64, 6, 2048, 1408) },
             plain("olmoe-1b-7b", 16, 64, 8, 2048, 1024),
             Self { spec: gpt_oss, ..plain("gpt-oss-20b", 24, 32, 4, 2880, 2880) },
@@ -86,7 +88,7 @@ impl Shape {
             top_k: 2,
             first: 0,
             layers: 2,
-            dense: Some(DenseShape { vocab: 512, heads: 4, kv_heads: 2, head_dim: 64 }),
+            dense: Some(DenseShape { vocab: 512, heads: 4, kv_heads: 2, head_dim: 64, qk_norm: true }),
         }
     }
 
@@ -116,15 +118,30 @@ impl Shape {
     /// [`Error::NoDensePart`] where what surrounds the experts is not known.
     pub fn config(&self) -> Result<Value> {
         let dense = self.dense_part()?;
-        Ok(json!({
-            "model_type": "qwen3_moe", "vocab_size": dense.vocab, "hidden_size": self.spec.hidden,
-            "intermediate_size": 3 * self.spec.hidden, "num_hidden_layers": self.layers,
+        let mut config = json!({
+            "vocab_size": dense.vocab, "hidden_size": self.spec.hidden, "num_hidden_layers": self.layers,
             "num_attention_heads": dense.heads, "num_key_value_heads": dense.kv_heads, "head_dim": dense.head_dim,
-            "attention_bias": false, "max_position_embeddings": 40_960, "rope_theta": 1_000_000.0,
-            "rms_norm_eps": 1e-6, "hidden_act": "silu", "decoder_sparse_step": 1, "mlp_only_layers": [],
-            "moe_intermediate_size": self.spec.intermediate, "num_experts": self.experts,
-            "num_experts_per_tok": self.top_k, "norm_topk_prob": true, "tie_word_embeddings": false
-        }))
+            "rope_theta": 1_000_000.0, "hidden_act": "silu", "num_experts_per_tok": self.top_k,
+            "tie_word_embeddings": false
+        });
+        let family = if dense.qk_norm {
+            json!({
+                "model_type": "qwen3_moe", "intermediate_size": 3 * self.spec.hidden, "attention_bias": false,
+                "max_position_embeddings": 40_960, "rms_norm_eps": 1e-6, "decoder_sparse_step": 1,
+                "mlp_only_layers": [], "moe_intermediate_size": self.spec.intermediate,
+                "num_experts": self.experts, "norm_topk_prob": true
+            })
+        } else {
+            json!({
+                "model_type": "mixtral", "intermediate_size": self.spec.intermediate,
+                "max_position_embeddings": 32_768, "rms_norm_eps": 1e-5, "num_local_experts": self.experts,
+                "sliding_window": null
+            })
+        };
+        if let (Some(all), Value::Object(family)) = (config.as_object_mut(), family) {
+            all.extend(family);
+        }
+        Ok(config)
     }
 
     /// What surrounds the experts.

@@ -7,7 +7,7 @@ use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::{Args, Parser, Subcommand};
 use comoe_core::trace::Contents;
 use comoe_core::{Capacity, DriverKind, ExpertFormat, PolicyKind, Prefetch, ResidentFormat, Scope};
-use comoe_models::DenseFormat;
+use comoe_models::{DenseFormat, KvFormat};
 
 use crate::device::DeviceChoice;
 use crate::size::parse_size;
@@ -165,6 +165,12 @@ pub(crate) struct ModelArgs {
         value_parser = PossibleValuesParser::new(DenseFormat::ALL.map(DenseFormat::name)).try_map(|s| s.parse::<DenseFormat>())
     )]
     pub(crate) dense_format: DenseFormat,
+    /// How keys and values of the context are held: bf16 (as --compute says), or int8, half of that
+    #[arg(
+        long, value_name = "FORMAT", default_value = "bf16", help_heading = "Experts and memory",
+        value_parser = PossibleValuesParser::new(KvFormat::ALL.map(KvFormat::name)).try_map(|s| s.parse::<KvFormat>())
+    )]
+    pub(crate) kv_format: KvFormat,
     /// What slots on a GPU hold: quantized (experts as stored) or bf16 (expanded when loaded)
     #[arg(long, value_name = "FORMAT", help_heading = "Device")]
     pub(crate) resident_format: Option<ResidentFormat>,
@@ -401,6 +407,8 @@ mod tests {
         assert!(parsed(&["--no-graph"]).unwrap().no_graph);
         assert_eq!(m.dense_format, DenseFormat::Plain);
         assert_eq!(parsed(&["--dense-format=int8"]).unwrap().dense_format, DenseFormat::Int8);
+        assert_eq!(m.kv_format, KvFormat::Plain);
+        assert_eq!(parsed(&["--kv-format=int8"]).unwrap().kv_format, KvFormat::Int8);
         let m = parsed(&["--device=cuda:1", "--compute=f32", "--resident-format=bf16", "--check=7"]).unwrap();
         assert_eq!((m.device, m.compute), (DeviceChoice::Cuda(1), Some(DType::F32)));
         assert_eq!((m.resident_format, m.check), (Some(ResidentFormat::Bf16), Some(7)));
@@ -411,6 +419,7 @@ mod tests {
             &["--compute=f16"],
             &["--resident-format=int4"],
             &["--dense-format=int4"],
+            &["--kv-format=int4"],
             &["--check=0"],
             &["--no-page-lock", "--page-lock-limit=1G"],
         ] {

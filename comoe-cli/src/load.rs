@@ -10,7 +10,7 @@ use candle_core::{DType, Device};
 use comoe_core::machine::ram_available;
 use comoe_core::stats::human_bytes;
 use comoe_core::{CacheOptions, Capacity, CudaOptions};
-use comoe_models::{Decoder, DenseFormat, LoadOptions, Model, Progress};
+use comoe_models::{Decoder, DenseFormat, KvFormat, LoadOptions, Model, Progress};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
 use crate::args::{Format, ModelArgs};
@@ -86,6 +86,7 @@ fn load_with<M: AsRef<Decoder>>(
     let options = LoadOptions {
         dtype: args.compute.unwrap_or(if on_gpu { DType::BF16 } else { DType::F32 }),
         dense: args.dense_format,
+        kv: args.kv_format,
         context: args.context,
         most_context: args.context_limit,
         cache: CacheOptions {
@@ -170,13 +171,17 @@ impl<M: AsRef<Decoder>> Loaded<M> {
             let device = experts.backend_info();
             let details = device.notes.iter().map(|n| format!(", {n}")).collect::<String>();
             say!(
-                "{} on {}{details}: {}{}, {} layers with experts, context {}, loaded in {:.2} s",
+                "{} on {}{details}: {}{}{}, {} layers with experts, context {}, loaded in {:.2} s",
                 self.name(),
                 device.device,
                 if self.options.dtype == DType::BF16 { "bf16 activations" } else { "f32 activations" },
                 match self.options.dense {
                     DenseFormat::Plain => "",
                     DenseFormat::Int8 => ", int8 dense weights",
+                },
+                match self.options.kv {
+                    KvFormat::Plain => "",
+                    KvFormat::Int8 => ", int8 KV cache",
                 },
                 layers.len(),
                 self.model.as_ref().context(),

@@ -6,6 +6,7 @@
 #include "gate.cu"
 #include "gemv.cu"
 #include "heads.cu"
+#include "kv.cu"
 #include "latent.cu"
 #include "norm.cu"
 #include "prefill_attention.cu"

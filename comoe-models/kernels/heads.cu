@@ -3,7 +3,7 @@
 //
 // Rounded to the dtype wherever candle's kernels write an intermediate tensor, within the rotation too, so that a model
 // run op by op on the GPU gives nearly the same.
-#include "common.cuh"
+#include "int8_row.cuh"
 
 struct HeadsArgs {
     const void* qkv;  // [tokens, (heads + 2 kv_heads) head_dim], or without the values where those are the keys
@@ -49,12 +49,6 @@ __device__ __forceinline__ void norm_row(float* row, uint32_t n, const E* weight
         row[i] = as<E>(weight ? v * to_float(weight[i]) : v);
     }
     __syncwarp();
-}
-
-// The least f16 that is not below v.
-__device__ __forceinline__ __half scale_not_below(float v) {
-    const __half near = __float2half_rn(v);
-    return __half2float(near) < v ? __ushort_as_half(__half_as_ushort(near) + 1) : near;
 }
 
 template <typename E>
@@ -122,25 +116,8 @@ __device__ __forceinline__ void split_head(const HeadsArgs& a, float* rows) {
         for (uint32_t i = lane; i < d; i += 32) static_cast<E*>(cache)[to + i] = from_float<E>(row[i]);
         return;
     }
-    float largest = 0.f;
-    bool broken = false;
-    for (uint32_t i = lane; i < d; i += 32) {
-        largest = fmaxf(largest, fabsf(row[i]));
-        broken |= row[i] != row[i];
-    }
-    largest = warp_max(largest);
-    const __half scale = scale_not_below(largest / 127.f);
-    // What INT8 cannot hold is told, not kept wrong.
-    if (__any_sync(kAll, broken) || !(__half2float(scale) < INFINITY)) {
-        if (lane == 0) *a.error = 1 + token;
-        return;
-    }
-    const float divisor = __half2float(scale);
-    for (uint32_t i = lane; i < d; i += 32) {
-        const float q = divisor > 0.f ? rintf(row[i] / divisor) : 0.f;
-        static_cast<int8_t*>(cache)[to + i] = int8_t(fminf(fmaxf(q, -127.f), 127.f));
-    }
-    if (lane == 0) (which == 1 ? a.k_scales : a.v_scales)[size_t(own) * a.capacity + position] = scale;
+    __half* scale = (which == 1 ? a.k_scales : a.v_scales) + size_t(own) * a.capacity + position;
+    keep_int8_row([&](uint32_t i) { return row[i]; }, d, static_cast<int8_t*>(cache) + to, scale);
 }
 
 extern "C" __global__ void __launch_bounds__(32 * kHeadWarps)

@@ -5,8 +5,12 @@
 // multiples of 64, the next tile's copies under way meanwhile. Running maximum and sum of a row are F32, probabilities
 // are rounded to BF16 for the product with values, as candle's path does. A row's bits depend on its position and on
 // what it sees: keys that it does not see, in tiles that others need, add nothing to it exactly.
+//
+// An INT8 cache's whole numbers are exact in BF16, so tiles are made of them, and a key's scale goes onto its scores and
+// its value's onto its probabilities: attention is of the numbers that decoding reads, nothing is rounded besides.
 #include <cstdint>
 #include <cuda_bf16.h>
+#include <cuda_fp16.h>
 
 namespace prefill {
 
@@ -14,17 +18,18 @@ constexpr int kQueries = 64, kKeys = 64, kThreads = 128;
 
 struct Args {
     const __nv_bfloat16* q;  // [heads, tokens, D], heads `q_head` elements apart
-    const __nv_bfloat16* k;  // [kv_heads, position + tokens, D], heads `k_head`, rows `k_row` elements apart
-    const __nv_bfloat16* v;
+    const void* k;  // [kv_heads, position + tokens, D] of BF16 or INT8, heads `k_head`, rows `k_row` elements apart
+    const void* v;
+    const __half *k_scales, *v_scales;  // of INT8: [kv_heads, position + tokens], heads `scale_head` elements apart
     const float* sinks;  // [heads]: a logit that takes part in the softmax and brings no value; or null
     __nv_bfloat16* out;  // [tokens, heads * D]
-    uint64_t q_head, k_head, k_row, v_head, v_row;
+    uint64_t q_head, k_head, k_row, v_head, v_row, scale_head;
     float scale;
     uint32_t tokens, position, group;  // heads per key head
     uint32_t mask, mask_size;          // 0 causal, 1 the last `mask_size`, 2 those of the chunk of `mask_size`
 };
 
-static_assert(sizeof(Args) == 104, "mirrored struct");
+static_assert(sizeof(Args) == 128, "mirrored struct");
 
 __device__ __forceinline__ uint32_t first_seen(const Args& a, uint32_t position) {
     if (a.mask == 1) return position + 1 > a.mask_size ? position + 1 - a.mask_size : 0;
@@ -75,9 +80,22 @@ __device__ __forceinline__ uint32_t pack(float a, float b) {
     return *reinterpret_cast<const uint32_t*>(&v);
 }
 
-template <int D>
+// Four signed bytes as BF16.
+__device__ __forceinline__ uint2 integers(uint32_t bytes) {
+    float f[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        // 2^23 + 128 + the byte.
+        f[i] = __uint_as_float(__byte_perm(bytes ^ 0x80808080u, 0x4b000000u, 0x7440 + i)) - 8388736.f;
+    }
+    return make_uint2(pack(f[0], f[1]), pack(f[2], f[3]));
+}
+
+template <int D, bool INT8>
 __device__ __forceinline__ void attend(const Args& a) {
-    constexpr int kChunks = D / 8, kTile = kKeys * D * 2;
+    constexpr int kChunks = D / 8, kTile = kKeys * D * 2, kBytes = INT8 ? 1 : 2, kCopies = D * kBytes / 16;
+    // Tiles in BF16, keys and values: two of each in turn, or one, behind it the next one's bytes, and scales.
+    constexpr int kRaw = kKeys * D;
     extern __shared__ uint4 prefill_shared[];
     char* const shared = reinterpret_cast<char*>(prefill_shared);
     const uint32_t tid = threadIdx.x, warp = tid / 32, lane = tid % 32, g = lane / 4, t = lane % 4;
@@ -85,8 +103,12 @@ __device__ __forceinline__ void attend(const Args& a) {
     const uint32_t block = (gridDim.x - 1 - blockIdx.x) * kQueries, head = blockIdx.y, kv = head / a.group;
     const uint32_t row = block + warp * 16 + g;  // and row + 8
     const uint32_t block_end = min(block + kQueries, a.tokens);
-    const __nv_bfloat16* k = a.k + kv * a.k_head;
-    const __nv_bfloat16* v = a.v + kv * a.v_head;
+    const char* k = static_cast<const char*>(a.k) + kv * a.k_head * kBytes;
+    const char* v = static_cast<const char*>(a.v) + kv * a.v_head * kBytes;
+    float* const scales = reinterpret_cast<float*>(shared + 2 * kTile + 2 * kRaw);  // keys', then values'
+    static_assert(kThreads == 2 * kKeys, "a thread a scale");
+    const __half* own_scale = (tid < kKeys ? a.k_scales : a.v_scales) + kv * a.scale_head;
+    float next_scale = 0.f;
 
     uint32_t q[D / 16][4];
 #pragma unroll
@@ -104,14 +126,19 @@ __device__ __forceinline__ void attend(const Args& a) {
     // A chunk lies where its number and its row's differ, so that eight rows at one column are in eight banks.
     auto place = [](uint32_t r, uint32_t chunk) { return (r * kChunks + (chunk ^ (r & 7))) * 16; };
     auto load = [&](uint32_t tile) {
-        char* to = shared + tile % 2 * (2 * kTile);
+        char* to = shared + (INT8 ? 2 * kTile : tile % 2 * (2 * kTile));
 #pragma unroll
-        for (int i = 0; i < kKeys * kChunks / kThreads; i++) {
-            const uint32_t at = tid + i * kThreads, r = at / kChunks, chunk = at % kChunks;
+        for (int i = 0; i < kKeys * kCopies / kThreads; i++) {
+            const uint32_t at = tid + i * kThreads, r = at / kCopies, chunk = at % kCopies;
             const uint32_t key = begin + tile * kKeys + r, bytes = key < end ? 16 : 0;
+            const uint32_t where = INT8 ? 16 * at : place(r, chunk);
             const size_t from = bytes ? key : begin;
-            copy_chunk(to + place(r, chunk), k + from * a.k_row + chunk * 8, bytes);
-            copy_chunk(to + kTile + place(r, chunk), v + from * a.v_row + chunk * 8, bytes);
+            copy_chunk(to + where, k + from * a.k_row * kBytes + chunk * 16, bytes);
+            copy_chunk(to + (INT8 ? kRaw : kTile) + where, v + from * a.v_row * kBytes + chunk * 16, bytes);
+        }
+        if constexpr (INT8) {
+            const uint32_t key = begin + tile * kKeys + tid % kKeys;
+            next_scale = key < end ? __half2float(own_scale[key]) : 0.f;
         }
         asm volatile("cp.async.commit_group;" ::: "memory");
     };
@@ -133,8 +160,24 @@ __device__ __forceinline__ void attend(const Args& a) {
         asm volatile("cp.async.wait_group 0;" ::: "memory");
         // This tile has arrived for all, and the other buffer has been read by all.
         __syncthreads();
+        if constexpr (INT8) {
+#pragma unroll
+            for (int i = 0; i < 2 * kKeys * kCopies / kThreads; i++) {
+                const uint32_t at = tid + i * kThreads, r = at / kCopies, chunk = at % kCopies;
+                const uint4 raw = *reinterpret_cast<const uint4*>(shared + 2 * kTile + 16 * at);
+                const uint2 w[4] = {integers(raw.x), integers(raw.y), integers(raw.z), integers(raw.w)};
+                char* to = shared + r / kKeys * kTile;
+                auto put = [&](uint32_t chunk, uint2 low, uint2 high) {
+                    *reinterpret_cast<uint4*>(to + place(r % kKeys, chunk)) = make_uint4(low.x, low.y, high.x, high.y);
+                };
+                put(2 * chunk, w[0], w[1]);
+                put(2 * chunk + 1, w[2], w[3]);
+            }
+            scales[tid] = next_scale;
+            __syncthreads();
+        }
         if (tile + 1 < tiles) load(tile + 1);
-        const char* keys = shared + tile % 2 * (2 * kTile);
+        const char* keys = shared + (INT8 ? 0 : tile % 2 * (2 * kTile));
         const char* values = keys + kTile;
 
         float s[kKeys / 8][4] = {};
@@ -147,6 +190,13 @@ __device__ __forceinline__ void attend(const Args& a) {
                 load_matrices<false>(b, keys + place(r, chunk));
                 multiply(s[2 * n], q[d], b[0], b[1]);
                 multiply(s[2 * n + 1], q[d], b[2], b[3]);
+            }
+        }
+        if constexpr (INT8) {
+#pragma unroll
+            for (int n = 0; n < kKeys / 8; n++) {
+                const float2 f = *reinterpret_cast<const float2*>(scales + n * 8 + 2 * t);
+                s[n][0] *= f.x, s[n][1] *= f.y, s[n][2] *= f.x, s[n][3] *= f.y;
             }
         }
 
@@ -193,6 +243,13 @@ __device__ __forceinline__ void attend(const Args& a) {
                 o[n][2 * side + 1] *= shrink;
             }
         }
+        if constexpr (INT8) {
+#pragma unroll
+            for (int n = 0; n < kKeys / 8; n++) {
+                const float2 f = *reinterpret_cast<const float2*>(scales + kKeys + n * 8 + 2 * t);
+                s[n][0] *= f.x, s[n][1] *= f.y, s[n][2] *= f.x, s[n][3] *= f.y;
+            }
+        }
 
 #pragma unroll
         for (int n = 0; n < kKeys / 16; n++) {
@@ -229,10 +286,12 @@ __device__ __forceinline__ void attend(const Args& a) {
 
 }  // namespace prefill
 
-// Grid (tokens / 64, heads), 128 threads, 512 D bytes of shared memory.
-extern "C" __global__ void __launch_bounds__(128) prefill_attention_64(const prefill::Args args) {
-    prefill::attend<64>(args);
-}
-extern "C" __global__ void __launch_bounds__(128) prefill_attention_128(const prefill::Args args) {
-    prefill::attend<128>(args);
-}
+// Grid (tokens / 64, heads), 128 threads, 512 D bytes of shared memory, or 384 D + 512 for INT8.
+#define PREFILL_ATTENTION(NAME, D, INT8)                                                                             \
+    extern "C" __global__ void __launch_bounds__(128) prefill_attention_##NAME##D(const prefill::Args args) {        \
+        prefill::attend<D, INT8>(args);                                                                              \
+    }
+PREFILL_ATTENTION(, 64, false)
+PREFILL_ATTENTION(, 128, false)
+PREFILL_ATTENTION(int8_, 64, true)
+PREFILL_ATTENTION(int8_, 128, true)

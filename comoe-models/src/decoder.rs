@@ -22,7 +22,7 @@ use crate::blocks::stale_gate;
 use crate::blocks::step::Step;
 use crate::chunk::chunk_tokens;
 use crate::error::{Error, Result};
-use crate::load::{Builder, DenseWeights, DeviceMemory};
+use crate::load::{Builder, DenseWeights, DeviceMemory, KvFormat};
 
 /// For which tokens of a step logits are wanted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -52,6 +52,7 @@ pub struct Decoder {
     /// depends on positions alone.
     chunk: usize,
     dtype: DType,
+    kv_format: KvFormat,
     device: Device,
     notes: Vec<String>,
     memory: Option<DeviceMemory>,
@@ -186,6 +187,7 @@ impl Decoder {
             experts,
             context,
             dtype,
+            kv_format: KvFormat::Plain,
             device,
             notes,
             memory: None,
@@ -196,6 +198,23 @@ impl Decoder {
     pub(crate) fn with_notes(mut self, mut notes: Vec<String>) -> Self {
         notes.append(&mut self.notes);
         self.notes = notes;
+        self
+    }
+
+    /// With keys and values of new sequences in `format`, where layers have such; a note says where they have not.
+    #[must_use]
+    pub fn with_kv_format(mut self, format: KvFormat) -> Self {
+        let layers = &self.plan.layers;
+        let plain = layers.iter().filter(|l| l.mixer.kept_in(format) != format).count();
+        if plain > 0 {
+            self.notes.push(format!(
+                "what {plain} of {} layers keep of a token is not in {}: latent attention and convolutions keep one row \
+                 in the model's dtype",
+                layers.len(),
+                format.name()
+            ));
+        }
+        self.kv_format = format;
         self
     }
 
@@ -212,6 +231,11 @@ impl Decoder {
     /// What the dense part computes in.
     pub fn dtype(&self) -> DType {
         self.dtype
+    }
+
+    /// How keys and values of new sequences are held.
+    pub fn kv_format(&self) -> KvFormat {
+        self.kv_format
     }
 
     /// Where it computes.
@@ -269,7 +293,7 @@ impl Decoder {
     /// # Errors
     /// When the device has no memory for it.
     pub fn new_kv(&self) -> Result<KvCache> {
-        KvCache::new(&self.plan, self.context, self.dtype, &self.device)
+        KvCache::new(&self.plan, self.context, self.dtype, self.kv_format, &self.device)
     }
 
     /// Runs `ids`, which follow the tokens in `kv`, and appends them to it. Logits in F32, `[1, vocab]` or
@@ -366,6 +390,14 @@ impl Decoder {
                     }
                 };
                 drop(token);
+                let served = match served {
+                    Err(e) if !is_misled(&e) => {
+                        // The rest of the step ran on nothing.
+                        fused.forget_errors()?;
+                        return Err(e.into());
+                    }
+                    served => served,
+                };
                 // A router comes before the experts that it misleads.
                 fused.check()?;
                 let logits = logits?;
@@ -490,6 +522,12 @@ impl Mixer {
             (Self::Conv(conv), _) => conv.forward(x, kv, step)?,
         })
     }
+}
+
+/// Whether the experts' cache failed for what a router told it.
+pub(crate) fn is_misled(error: &comoe_core::Error) -> bool {
+    use comoe_core::Error as E;
+    matches!(error, E::BadRoutingWeight { .. } | E::UnknownExpert { .. })
 }
 
 /// Adds the last block's output to the residual stream, and norms the sum for the next block.

@@ -53,7 +53,7 @@ impl Decoder {
     /// Bytes that a KV cache for `capacity` tokens takes more than `kv`, with the rotary tables.
     fn more_bytes(&self, kv: &KvCache, capacity: usize) -> u64 {
         let element = self.dtype().size_in_bytes();
-        let of_kv = (capacity - kv.capacity()) * self.plan().kv_bytes_per_token(element);
+        let of_kv = (capacity - kv.capacity()) * self.plan().kv_bytes_per_token(element, self.kv_format());
         (of_kv + self.more_rope_bytes(capacity)) as u64
     }
 

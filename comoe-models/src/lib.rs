@@ -82,6 +82,6 @@ pub use decode_graph::{DeviceSteps, PartTime};
 pub use decoder::{Decoder, Rows};
 pub use error::{Error, Result};
 pub use generate::{Event, Finish, GenerateOptions, Generation, Session, Timings};
-pub use load::{DEFAULT_CONTEXT, DenseFormat, DeviceMemory, LoadOptions, Progress};
+pub use load::{DEFAULT_CONTEXT, DenseFormat, DeviceMemory, KvFormat, LoadOptions, Progress};
 pub use model::Model;
 pub use sampler::{Sampler, SamplerOptions};

@@ -8,13 +8,21 @@
 mod distance;
 #[path = "gpu/elastic.rs"]
 mod elastic;
+#[path = "gpu/exactness.rs"]
+mod exactness;
+#[path = "gpu/failures.rs"]
+mod failures;
 #[path = "gpu/formats.rs"]
 mod formats;
 #[path = "gpu/graph.rs"]
 mod graph;
 #[path = "gpu/kernels/mod.rs"]
 mod kernels;
+#[path = "gpu/kv_format.rs"]
+mod kv_format;
 #[path = "gpu/prefill.rs"]
 mod prefill;
+#[path = "gpu/synthetic.rs"]
+mod synthetic;
 #[path = "gpu/tiny.rs"]
 mod tiny;

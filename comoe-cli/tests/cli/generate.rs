@@ -31,11 +31,13 @@ fn the_answer_goes_to_standard_output_and_nothing_else_does() {
 }
 
 #[test]
-fn the_dense_format_in_force_is_said() {
+fn the_formats_of_what_is_no_expert_are_said() {
     let args = ["--prompt", "hello there", "--temperature", "0", "--max-tokens", "5"];
-    let said = |format: &str| generate(model(), &[&args[..], &["--dense-format", format]].concat()).stderr;
-    assert!(said("int8").contains("int8 dense weights"), "{}", said("int8"));
-    assert!(!said("bf16").contains("int8"), "{}", said("bf16"));
+    for (option, words) in [("--dense-format", "int8 dense weights"), ("--kv-format", "int8 KV cache")] {
+        let said = |format: &str| generate(model(), &[&args[..], &[option, format]].concat()).stderr;
+        assert!(said("int8").contains(words), "{}", said("int8"));
+        assert!(!said("bf16").contains("int8"), "{}", said("bf16"));
+    }
 }
 
 #[test]

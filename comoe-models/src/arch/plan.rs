@@ -5,6 +5,7 @@ use comoe_core::{Activation, ExpertSpec};
 
 use super::names::TensorNames;
 use crate::error::{Error, Result};
+use crate::load::KvFormat;
 
 /// A decoder-only model as a list of blocks.
 #[derive(Debug, Clone, PartialEq)]
@@ -70,13 +71,17 @@ impl DecoderPlan {
         Ok(())
     }
 
-    /// Bytes of KV cache for one token, at `element` bytes a value.
-    pub fn kv_bytes_per_token(&self, element: usize) -> usize {
-        let values = |l: &LayerPlan| {
+    /// Bytes of KV cache for one token, at `element` bytes a value of the model's dtype.
+    pub fn kv_bytes_per_token(&self, element: usize, format: KvFormat) -> usize {
+        let bytes = |l: &LayerPlan| {
             let (heads, key, value) = l.mixer.cached();
-            heads * (key + value)
+            match l.mixer.kept_in(format) {
+                KvFormat::Plain => heads * (key + value) * element,
+                // A scale for each of both.
+                KvFormat::Int8 => heads * (key + value + 2 * 2),
+            }
         };
-        self.layers.iter().map(|l| values(l) * element).sum()
+        self.layers.iter().map(bytes).sum()
     }
 }
 
@@ -161,6 +166,14 @@ impl MixerPlan {
             Self::Attention(a) => (a.kv_heads, a.head_dim, a.head_dim),
             Self::Latent(l) => (1, l.latent + l.rope_dim, 0),
             Self::Conv(c) => (1, c.width, 0),
+        }
+    }
+
+    /// The format in force where `format` is asked for: INT8 is for keys and values of heads.
+    pub fn kept_in(&self, format: KvFormat) -> KvFormat {
+        match self {
+            Self::Attention(_) => format,
+            Self::Latent(_) | Self::Conv(_) => KvFormat::Plain,
         }
     }
 

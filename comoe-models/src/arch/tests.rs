@@ -3,6 +3,7 @@
 use std::path::Path;
 
 use super::*;
+use crate::load::KvFormat;
 use comoe_core::ExpertSpec;
 
 const HUB: &str = r#"{"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"],
@@ -34,7 +35,8 @@ fn the_hub_config_of_qwen3_30b_a3b() {
     assert_eq!(moe.expert, ExpertSpec::swiglu(2048, 768));
     let MixerPlan::Attention(a) = &p.layers[0].mixer else { panic!("attention") };
     assert_eq!((a.heads, a.kv_heads, a.head_dim, a.rope.as_ref().unwrap().theta), (32, 4, 128, 1e6));
-    assert_eq!(p.kv_bytes_per_token(2), 48 * 2 * 4 * 128 * 2);
+    assert_eq!(p.kv_bytes_per_token(2, KvFormat::Plain), 48 * 2 * 4 * 128 * 2);
+    assert_eq!(p.kv_bytes_per_token(2, KvFormat::Int8), 48 * 2 * 4 * (128 + 2));
 }
 
 #[test]
@@ -90,7 +92,8 @@ fn yarn_scales_the_softmax_twice() {
     assert!((a.scale - growth * growth / 192f64.sqrt()).abs() < 1e-12);
     assert_eq!(a.rope.magnitude, 1.0);
     // Per token 512 + 64 numbers a layer, not 128 heads of 320.
-    assert_eq!(p.kv_bytes_per_token(2), 61 * 576 * 2);
+    // The latents stay as they are.
+    assert!(KvFormat::ALL.iter().all(|f| p.kv_bytes_per_token(2, *f) == 61 * 576 * 2));
     let refused = |from: &str, to: &str| read(&v3.replace(from, to)).unwrap_err().to_string();
     assert!(refused(r#""n_group": 8"#, r#""n_group": 7"#).contains("n_group"));
     assert!(refused(r#""topk_group": 4"#, r#""topk_group": 9"#).contains("n_group"));

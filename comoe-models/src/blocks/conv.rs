@@ -49,7 +49,7 @@ impl ShortConv {
         };
         let part = |i: usize| parts.narrow(1, i * width, width)?.contiguous();
         let (b, c, x) = (part(0)?, part(1)?, part(2)?);
-        let all = kv.append_key(position, &(b * x)?.unsqueeze(0)?)?.squeeze(0)?;
+        let all = kv.append_row(position, &(b * x)?.unsqueeze(0)?)?.squeeze(0)?;
         let mut sum: Option<Tensor> = None;
         for (i, tap) in self.taps.iter().rev().enumerate() {
             // The inputs `i` positions back; before the beginning they are zero.

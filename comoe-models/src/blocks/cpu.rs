@@ -63,6 +63,14 @@ pub(super) fn dot_bytes(a: &[u8], b: &[f32]) -> f32 {
     fold(acc) + rest.sum::<f32>()
 }
 
+/// `y += a x` with the bytes of `x` as signed numbers.
+#[inline(always)]
+pub(super) fn axpy_bytes(a: f32, x: &[u8], y: &mut [f32]) {
+    for (y, x) in y.iter_mut().zip(x) {
+        *y += a * f32::from(x.cast_signed());
+    }
+}
+
 /// The sum of all lanes, halves onto halves.
 #[inline(always)]
 fn fold(mut acc: [f32; LANES]) -> f32 {

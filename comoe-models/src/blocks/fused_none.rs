@@ -8,7 +8,7 @@ use comoe_core::Activation;
 use super::attend::Attend;
 use super::heads::HeadSplit;
 use super::int8_matrix::Int8Matrix;
-use super::kv_cache::LayerKv;
+use super::kv_cache::{Cached, LayerKv};
 use super::norm::RmsNorm;
 use super::rope::RotaryTable;
 use super::router::OnDevice;
@@ -114,7 +114,7 @@ never! { pub(super),
     gated(&Tensor, Activation) -> Result<Tensor>;
     add(&Tensor, &Tensor, Option<&Tensor>) -> Result<Tensor>;
     split_append(&Tensor, &Heads<'_>, &LayerKv) -> Result<Tensor>;
-    attend(&Tensor, &Attend, &Tensor, &Tensor) -> Result<Tensor>;
+    attend(&Tensor, &Attend, &Cached, &Cached) -> Result<Tensor>;
     latent(&Tensor, &Tensor, &RmsNorm, &Tensor, &RotaryTable, &LayerKv) -> Result<Tensor>;
     latent_values(&Tensor, &Tensor) -> Result<Tensor>;
     short_conv(&Tensor, &Tensor, Option<&Tensor>, &LayerKv) -> Result<Tensor>;

@@ -61,25 +61,36 @@ pub fn pack_int8(values: &[f32], outputs: usize, inputs: usize) -> Result<Vec<u8
     rows.zip(outs).enumerate().try_for_each(|(r, (row, (weights, scales)))| {
         let groups = row.chunks(INT8_GROUP).zip(weights.chunks_mut(INT8_GROUP));
         for (g, ((group, to), scale_to)) in groups.zip(scales.as_chunks_mut::<2>().0).enumerate() {
-            // `max` passes over a NaN, so that is looked for.
-            let largest = group.iter().fold(0f32, |m, v| m.max(v.abs()));
-            let scale = scale_not_below(largest / 127.0);
-            if !scale.is_finite() || group.iter().any(|v| v.is_nan()) {
+            let scale = quantise(group, to);
+            if scale.is_nan() {
+                let largest = group.iter().fold(0f32, |m, v| m.max(v.abs()));
                 let found = group.iter().copied().find(|v| v.is_nan()).unwrap_or(largest);
                 let reason = format!("row {r}, columns from {}: found {found}", g * INT8_GROUP);
                 return bad(WHAT, format!("{reason}; a value must be finite and below 8.3 million"));
             }
             *scale_to = scale.to_le_bytes();
-            let divisor = scale.to_f32();
-            for (to, v) in to.iter_mut().zip(group) {
-                let q =
-                    if divisor > 0.0 { (v / divisor).round_ties_even().clamp(-127.0, 127.0) } else { 0.0 };
-                *to = (q as i8).cast_unsigned();
-            }
         }
         Ok(())
     })?;
     Ok(packed)
+}
+
+/// q of `values`, and their scale: the least f16 that clips none of them. NaN, with q of 0, where there is none: for a NaN
+/// or a value of 8.3 million or more.
+pub(super) fn quantise(values: &[f32], q: &mut [u8]) -> f16 {
+    // `max` passes over a NaN, so that is looked for.
+    let largest = values.iter().fold(0f32, |m, v| m.max(v.abs()));
+    let scale = scale_not_below(largest / 127.0);
+    if !scale.is_finite() || values.iter().any(|v| v.is_nan()) {
+        q.fill(0);
+        return f16::NAN;
+    }
+    let divisor = scale.to_f32();
+    for (q, v) in q.iter_mut().zip(values) {
+        let r = if divisor > 0.0 { (v / divisor).round_ties_even().clamp(-127.0, 127.0) } else { 0.0 };
+        *q = (r as i8).cast_unsigned();
+    }
+    scale
 }
 
 /// What [`pack_int8`] made, as `[outputs, inputs]`.

@@ -2,8 +2,10 @@
 
 use candle_core::{DType, Device, Tensor};
 
+use super::int8_rows::Int8Rows;
 use crate::arch::DecoderPlan;
 use crate::error::{Error, Result};
+use crate::load::KvFormat;
 
 /// What the layers keep of one sequence's tokens: keys and values, `[kv_heads, capacity, width]` each; written in
 /// place, and moved only by [`Self::set_capacity`]. Layers without keys and values keep what they need in their place.
@@ -29,20 +31,100 @@ struct Place {
 /// Keys and values of one layer.
 #[derive(Debug, Clone)]
 pub struct LayerKv {
-    k: Tensor,
+    k: Cached,
     /// `None` where values are part of the keys.
-    v: Option<Tensor>,
+    v: Option<Cached>,
+}
+
+/// Keys or values, `[kv_heads, positions, width]`.
+#[derive(Debug, Clone)]
+pub enum Cached {
+    /// In the model's dtype.
+    Plain(Tensor),
+    /// In INT8.
+    Int8(Int8Rows),
+}
+
+impl Cached {
+    /// What holds the elements, `[kv_heads, positions, width]`, and in INT8 their scales, `[kv_heads, positions]`.
+    pub fn parts(&self) -> (&Tensor, Option<&Tensor>) {
+        match self {
+            Self::Plain(rows) => (rows, None),
+            Self::Int8(rows) => (rows.q(), Some(rows.scales())),
+        }
+    }
+
+    /// As it was asked for.
+    pub fn format(&self) -> KvFormat {
+        match self {
+            Self::Plain(_) => KvFormat::Plain,
+            Self::Int8(_) => KvFormat::Int8,
+        }
+    }
+
+    /// Heads, positions, width.
+    ///
+    /// # Errors
+    /// For a tensor of other dimensions.
+    pub fn dims3(&self) -> candle_core::Result<(usize, usize, usize)> {
+        self.parts().0.dims3()
+    }
+
+    /// The first `len` positions in memory of its own, with room for `capacity`.
+    fn moved(&self, len: usize, capacity: usize) -> candle_core::Result<Self> {
+        Ok(match self {
+            Self::Plain(rows) => Self::Plain(moved(rows, len, capacity)?),
+            Self::Int8(rows) => Self::Int8(rows.moved(len, capacity)?),
+        })
+    }
+
+    /// Writes `x [kv_heads, tokens, width]` at `position`, and returns a view of positions `0..position + tokens`.
+    fn append(&self, position: usize, x: &Tensor) -> candle_core::Result<Self> {
+        let ((heads, ..), seen) = (self.dims3()?, position + x.dim(1)?);
+        Ok(match self {
+            Self::Plain(rows) => {
+                rows.slice_set(x, 1, position)?;
+                Self::Plain(rows.narrow(1, 0, seen)?)
+            }
+            Self::Int8(rows) => {
+                rows.write(position, x)?;
+                Self::Int8(rows.part((0, heads), (0, seen))?)
+            }
+        })
+    }
+}
+
+/// `t [heads, positions, ..]`, its first `len` positions, in memory of its own with room for `capacity`.
+pub(super) fn moved(t: &Tensor, len: usize, capacity: usize) -> candle_core::Result<Tensor> {
+    let mut dims = t.dims().to_vec();
+    dims[1] = capacity;
+    let wider = Tensor::zeros(dims, t.dtype(), t.device())?;
+    if len > 0 {
+        wider.slice_set(&t.narrow(1, 0, len)?.contiguous()?, 1, 0)?;
+    }
+    Ok(wider)
 }
 
 impl KvCache {
-    /// Room for `capacity` tokens of a model.
+    /// Room for `capacity` tokens of a model that computes in `dtype`.
     ///
     /// # Errors
-    /// When the device has no memory for it.
-    pub fn new(plan: &DecoderPlan, capacity: usize, dtype: DType, device: &Device) -> Result<Self> {
+    /// When the device has no memory for it, or this build no kernels for the format there.
+    pub fn new(
+        plan: &DecoderPlan,
+        capacity: usize,
+        dtype: DType,
+        format: KvFormat,
+        device: &Device,
+    ) -> Result<Self> {
         let layers = plan.layers.iter().map(|l| {
             let (heads, key, value) = l.mixer.cached();
-            let zeros = |width: usize| Tensor::zeros((heads, capacity, width), dtype, device);
+            let zeros = |width: usize| {
+                Ok::<_, Error>(match l.mixer.kept_in(format) {
+                    KvFormat::Plain => Cached::Plain(Tensor::zeros((heads, capacity, width), dtype, device)?),
+                    KvFormat::Int8 => Cached::Int8(Int8Rows::zeros(heads, capacity, width, device)?),
+                })
+            };
             Ok(LayerKv { k: zeros(key)?, v: if value > 0 { Some(zeros(value)?) } else { None } })
         });
         let place = match device {
@@ -97,16 +179,9 @@ impl KvCache {
     ) -> Result<()> {
         debug_assert!(self.len <= capacity);
         let len = self.len;
-        let moving = |t: &Tensor| -> candle_core::Result<Tensor> {
-            let (heads, _, width) = t.dims3()?;
-            let wider = Tensor::zeros((heads, capacity, width), t.dtype(), t.device())?;
-            if len > 0 {
-                wider.slice_set(&t.narrow(1, 0, len)?.contiguous()?, 1, 0)?;
-            }
-            Ok(wider)
-        };
         self.capacity = self.capacity.min(capacity);
-        for layer in self.layers.iter_mut().filter(|l| l.k.dims()[1] != capacity) {
+        let moving = |kept: &Cached| kept.moved(len, capacity);
+        for layer in self.layers.iter_mut().filter(|l| l.k.parts().0.dims()[1] != capacity) {
             *layer = LayerKv { k: moving(&layer.k)?, v: layer.v.as_ref().map(moving).transpose()? };
             moved()?;
         }
@@ -114,10 +189,15 @@ impl KvCache {
         Ok(())
     }
 
-    /// All that layers keep, `[heads, capacity, width]` each, first layer first. For tests that look into it.
+    /// All that layers keep, `[heads, capacity, width]` each and scales `[heads, capacity]`, first layer first. For tests
+    /// that look into it.
     #[doc(hidden)]
     pub fn tensors(&self) -> impl Iterator<Item = &Tensor> {
-        self.layers.iter().flat_map(|l| std::iter::once(&l.k).chain(&l.v))
+        let kept = self.layers.iter().flat_map(|l| std::iter::once(&l.k).chain(&l.v));
+        kept.flat_map(|cached| {
+            let (rows, scales) = cached.parts();
+            std::iter::once(rows).chain(scales)
+        })
     }
 
     /// Checks that `tokens` more fit.
@@ -130,7 +210,10 @@ impl KvCache {
 
     /// Bytes of the largest layer.
     pub(crate) fn largest_layer(&self) -> usize {
-        let bytes = |t: &Tensor| t.elem_count() * t.dtype().size_in_bytes();
+        let bytes = |kept: &Cached| {
+            let (rows, scales) = kept.parts();
+            std::iter::once(rows).chain(scales).map(|t| t.elem_count() * t.dtype().size_in_bytes()).sum::<usize>()
+        };
         let of = |l: &LayerKv| bytes(&l.k) + l.v.as_ref().map_or(0, bytes);
         self.layers.iter().map(of).max().unwrap_or(0)
     }
@@ -175,16 +258,22 @@ impl KvCache {
 }
 
 impl LayerKv {
-    /// Keys of all positions, `[kv_heads, capacity, width]`.
-    pub fn keys(&self) -> &Tensor {
-        &self.k
+    /// What a layer that keeps one thing of each token has kept, `[heads, capacity, width]`.
+    ///
+    /// # Errors
+    /// When it is not in the model's dtype.
+    pub fn rows(&self) -> candle_core::Result<&Tensor> {
+        match &self.k {
+            Cached::Plain(rows) => Ok(rows),
+            Cached::Int8(_) => candle_core::bail!("this layer keeps keys and values in INT8"),
+        }
     }
 
     /// Keys and values of all positions.
     ///
     /// # Errors
     /// When the layer keeps no values.
-    pub fn whole(&self) -> candle_core::Result<(&Tensor, &Tensor)> {
+    pub fn whole(&self) -> candle_core::Result<(&Cached, &Cached)> {
         match &self.v {
             Some(v) => Ok((&self.k, v)),
             None => candle_core::bail!("this layer keeps no values"),
@@ -192,23 +281,22 @@ impl LayerKv {
     }
 
     /// Writes `k` and `v`, `[kv_heads, tokens, head_dim]`, at `position`, and returns the keys and values of
-    /// positions `0..position + tokens` as views.
+    /// positions `0..position + tokens` as views: what is held of them, also of these tokens.
     ///
     /// # Errors
     /// Those of candle.
-    pub fn append(&self, position: usize, k: &Tensor, v: &Tensor) -> candle_core::Result<(Tensor, Tensor)> {
-        let keys = self.append_key(position, k)?;
-        let Some(values) = &self.v else { candle_core::bail!("this layer keeps no values") };
-        values.slice_set(v, 1, position)?;
-        Ok((keys, values.narrow(1, 0, position + v.dim(1)?)?))
+    pub fn append(&self, position: usize, k: &Tensor, v: &Tensor) -> candle_core::Result<(Cached, Cached)> {
+        let (keys, values) = self.whole()?;
+        Ok((keys.append(position, k)?, values.append(position, v)?))
     }
 
     /// The same for a layer that keeps one thing of each token, `[heads, tokens, width]`.
     ///
     /// # Errors
     /// Those of candle.
-    pub fn append_key(&self, position: usize, k: &Tensor) -> candle_core::Result<Tensor> {
-        self.k.slice_set(k, 1, position)?;
-        self.k.narrow(1, 0, position + k.dim(1)?)
+    pub fn append_row(&self, position: usize, row: &Tensor) -> candle_core::Result<Tensor> {
+        let rows = self.rows()?;
+        rows.slice_set(row, 1, position)?;
+        rows.narrow(1, 0, position + row.dim(1)?)
     }
 }

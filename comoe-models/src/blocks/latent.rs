@@ -8,7 +8,7 @@
 use candle_core::{Result, Tensor};
 
 use super::attend::Attend;
-use super::kv_cache::LayerKv;
+use super::kv_cache::{Cached, LayerKv};
 use super::linear::Linear;
 use super::norm::RmsNorm;
 use super::rope::RotaryTable;
@@ -94,8 +94,9 @@ impl LatentAttention {
             Step::At(position) => position,
             Step::Fused(fused) => {
                 let q = fused.latent(&q, &compressed, &self.latent_norm, &self.to_keys, rope, kv)?;
-                let values = kv.keys().narrow(2, 0, latent)?;
-                let seen = fused.attend(&q, &self.attend, kv.keys(), &values)?;
+                let keys = kv.rows()?;
+                let values = Cached::Plain(keys.narrow(2, 0, latent)?);
+                let seen = fused.attend(&q, &self.attend, &Cached::Plain(keys.clone()), &values)?;
                 return self.out.forward(&fused.latent_values(&seen, &self.to_values)?, step);
             }
         };
@@ -106,9 +107,10 @@ impl LatentAttention {
 
         let latents = self.latent_norm.forward(&compressed.narrow(1, 0, latent)?.contiguous()?, step)?;
         let k_rope = rope.rotate(&compressed.narrow(1, latent, rope_dim)?.unsqueeze(0)?, position)?;
-        let k = kv.append_key(position, &Tensor::cat(&[latents.unsqueeze(0)?, k_rope], 2)?)?;
+        let k = kv.append_row(position, &Tensor::cat(&[latents.unsqueeze(0)?, k_rope], 2)?)?;
 
-        let seen = self.attend.forward(&q, &k, &k.narrow(2, 0, latent)?, position)?;
+        let values = Cached::Plain(k.narrow(2, 0, latent)?);
+        let seen = self.attend.forward(&q, &Cached::Plain(k), &values, position)?;
         let seen = seen.reshape((tokens, heads, latent))?.transpose(0, 1)?.contiguous()?;
         let values = seen.matmul(&self.to_values.t()?)?.transpose(0, 1)?;
         self.out.forward(&values.reshape((tokens, heads * value_dim))?, step)

@@ -19,6 +19,7 @@ pub mod fused;
 mod heads;
 pub mod int8;
 pub mod int8_matrix;
+pub mod int8_rows;
 pub mod kv_cache;
 pub mod latent;
 pub mod linear;

@@ -2,6 +2,7 @@
 
 use candle_core::{DType, Device, Result, Tensor};
 
+use super::kv_cache::Cached;
 use crate::arch::Mask;
 
 /// Fewer queries than this do not fill the kernel's tiles.
@@ -44,11 +45,11 @@ impl PrefillAttention {
         Ok(None)
     }
 
-    pub(super) fn takes(&self, _: &Tensor, _: &Tensor, _: &Tensor) -> Result<bool> {
+    pub(super) fn takes(&self, _: &Tensor, _: &Cached, _: &Cached) -> Result<bool> {
         match *self {}
     }
 
-    pub(super) fn forward(&self, _: &Tensor, _: &Tensor, _: &Tensor, _: Look<'_>) -> Result<Tensor> {
+    pub(super) fn forward(&self, _: &Tensor, _: &Cached, _: &Cached, _: Look<'_>) -> Result<Tensor> {
         match *self {}
     }
 }
@@ -61,15 +62,16 @@ mod gpu {
     use std::sync::Arc;
 
     use candle_core::cuda::WrapErr;
-    use candle_core::{CpuStorage, CudaStorage, CustomOp3, Layout, Shape, Storage};
+    use candle_core::{CpuStorage, CudaStorage, CustomOp3, Layout, Shape};
     use cudarc::driver::{
         CudaFunction, DevicePtr, DeviceRepr, DriverError, LaunchConfig, PushKernelArg, sys,
     };
-    use cudarc::nvrtc::Ptx;
     use half::bf16;
 
-    use super::{DType, Device, LEAST_TOKENS, Look, Mask, Result, Tensor, takes_heads};
-    use crate::cuda::FATBIN;
+    use super::{Cached, DType, Device, LEAST_TOKENS, Look, Mask, Result, Tensor, takes_heads};
+    use crate::blocks::fused::{address, address_in};
+    use crate::cuda::with_module;
+    use crate::load::KvFormat;
 
     const QUERIES: usize = 64;
 
@@ -80,6 +82,8 @@ mod gpu {
         q: u64,
         k: u64,
         v: u64,
+        k_scales: u64,
+        v_scales: u64,
         sinks: u64,
         out: u64,
         q_head: u64,
@@ -87,6 +91,7 @@ mod gpu {
         k_row: u64,
         v_head: u64,
         v_row: u64,
+        scale_head: u64,
         scale: f32,
         tokens: u32,
         position: u32,
@@ -101,13 +106,17 @@ mod gpu {
     /// The kernel, loaded into one GPU.
     #[derive(Debug, Clone)]
     pub struct PrefillAttention {
-        /// For heads of 64 and of 128.
-        functions: Arc<[CudaFunction; 2]>,
+        /// For heads of 64 and of 128; over caches in BF16, then over those in INT8.
+        functions: Arc<[[CudaFunction; 2]; 2]>,
     }
 
-    fn shared_bytes(width: usize) -> usize {
-        // Two tiles of 64 keys and values.
-        512 * width
+    fn shared_bytes(width: usize, format: KvFormat) -> usize {
+        match format {
+            // Two tiles of 64 keys and values.
+            KvFormat::Plain => 512 * width,
+            // One, the next one's bytes, and the scales of 64 keys and values.
+            KvFormat::Int8 => 384 * width + 512,
+        }
     }
 
     impl PrefillAttention {
@@ -120,20 +129,16 @@ mod gpu {
             if dtype != DType::BF16 {
                 return Ok(None);
             }
-            let ctx = gpu.cuda_stream().context().clone();
-            let load = || {
-                let module = ctx.load_module(Ptx::from_binary(FATBIN.to_vec()))?;
-                let function = |width: usize| {
-                    let f = module.load_function(&format!("prefill_attention_{width}"))?;
+            let functions = with_module(gpu.cuda_stream().context(), |module| {
+                let function = |width: usize, format: KvFormat| {
+                    let of = if format == KvFormat::Int8 { "int8_" } else { "" };
+                    let f = module.load_function(&format!("prefill_attention_{of}{width}"))?;
                     let most = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
-                    f.set_attribute(most, shared_bytes(width) as i32)?;
+                    f.set_attribute(most, shared_bytes(width, format) as i32)?;
                     Ok::<_, DriverError>(f)
                 };
-                Ok::<_, DriverError>([function(64)?, function(128)?])
-            };
-            let functions = load().map_err(|error| comoe_core::Error::Device {
-                asked: format!("cuda:{}", ctx.ordinal()),
-                reason: format!("loading the kernel prefill_attention failed: {error}"),
+                let both = |format| Ok::<_, DriverError>([function(64, format)?, function(128, format)?]);
+                Ok([both(KvFormat::Plain)?, both(KvFormat::Int8)?])
             })?;
             Ok(Some(Self { functions: Arc::new(functions) }))
         }
@@ -142,19 +147,22 @@ mod gpu {
         ///
         /// # Errors
         /// For tensors of other than three dimensions.
-        pub fn takes(&self, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<bool> {
+        pub fn takes(&self, q: &Tensor, k: &Cached, v: &Cached) -> Result<bool> {
             let (_, tokens, width) = q.dims3()?;
+            let (_, _, value_width) = v.dims3()?;
+            let ((k_rows, _), (v_rows, _)) = (k.parts(), v.parts());
             // Copies are of 16 bytes.
             let aligned = |t: &Tensor| {
-                let layout = t.layout();
+                let (layout, at_once) = (t.layout(), 16 / t.dtype().size_in_bytes());
                 let [head, row, one] = *layout.stride() else { return false };
-                one == 1 && [layout.start_offset(), head, row].iter().all(|n| n.is_multiple_of(8))
+                one == 1 && [layout.start_offset(), head, row].iter().all(|n| n.is_multiple_of(at_once))
             };
             let rows = q.stride()[1] == width;
             Ok(tokens >= LEAST_TOKENS
                 && rows
-                && takes_heads(q.dtype(), width, v.dim(2)?)
-                && [q, k, v].into_iter().all(aligned))
+                && k.format() == v.format()
+                && takes_heads(q.dtype(), width, value_width)
+                && [q, k_rows, v_rows].into_iter().all(aligned))
         }
 
         /// `q [heads, tokens, width]` over `k` and `v [kv_heads, position + tokens, width]`, which [`Self::takes`] was
@@ -162,17 +170,21 @@ mod gpu {
         ///
         /// # Errors
         /// For heads that it does not take, and those of candle.
-        pub fn forward(&self, q: &Tensor, k: &Tensor, v: &Tensor, look: Look<'_>) -> Result<Tensor> {
+        pub fn forward(&self, q: &Tensor, k: &Cached, v: &Cached, look: Look<'_>) -> Result<Tensor> {
             if !self.takes(q, k, v)? {
                 candle_core::bail!("prefill-attention does not take {q:?} over {k:?} and {v:?}");
             }
-            q.apply_op3_no_bwd(k, v, &Prefill { attention: self, look })
+            let ((k, k_scales), (v, v_scales)) = (k.parts(), v.parts());
+            let scales = k_scales.zip(v_scales);
+            q.apply_op3_no_bwd(k, v, &Prefill { attention: self, look, scales })
         }
     }
 
     struct Prefill<'a> {
         attention: &'a PrefillAttention,
         look: Look<'a>,
+        /// Of keys and values in INT8, `[kv_heads, position + tokens]` each.
+        scales: Option<(&'a Tensor, &'a Tensor)>,
     }
 
     impl CustomOp3 for Prefill<'_> {
@@ -213,19 +225,17 @@ mod gpu {
             }
             let device = q.device.clone();
             let stream = device.cuda_stream();
-            let address = |storage: &CudaStorage, layout: &Layout| -> Result<u64> {
-                let base = storage.as_cuda_slice::<bf16>()?.device_ptr(&stream).0;
-                Ok(base + 2 * layout.start_offset() as u64)
-            };
-            let sinks = match sinks {
-                None => 0,
-                Some(sinks) => {
-                    let (storage, layout) = sinks.storage_and_layout();
-                    let Storage::Cuda(storage) = &*storage else {
-                        candle_core::bail!("prefill-attention: sinks are not on the GPU");
+            let sinks = sinks.map_or(Ok(0), |sinks| address(sinks, &stream))?;
+            let (format, [k_scales, v_scales], scale_head) = match self.scales {
+                None => (KvFormat::Plain, [0, 0], 0),
+                Some((of_k, of_v)) => {
+                    let &[head, 1] = of_k.stride() else {
+                        candle_core::bail!("prefill-attention: scales {of_k:?}");
                     };
-                    let base = storage.as_cuda_slice::<f32>()?.device_ptr(&stream).0;
-                    base + 4 * layout.start_offset() as u64
+                    if [of_k, of_v].iter().any(|s| s.dims() != [kv_heads, seen] || s.stride() != [head, 1]) {
+                        candle_core::bail!("prefill-attention: scales {of_k:?} and {of_v:?}");
+                    }
+                    (KvFormat::Int8, [address(of_k, &stream)?, address(of_v, &stream)?], head)
                 }
             };
             // SAFETY: the kernel writes every element, and nothing reads them before it on the stream.
@@ -237,9 +247,11 @@ mod gpu {
                 Mask::Chunked(chunk) => (2, chunk),
             };
             let args = Args {
-                q: address(q, q_layout)?,
-                k: address(k, k_layout)?,
-                v: address(v, v_layout)?,
+                q: address_in(q, q_layout, &stream)?,
+                k: address_in(k, k_layout, &stream)?,
+                v: address_in(v, v_layout, &stream)?,
+                k_scales,
+                v_scales,
                 sinks,
                 out: out.device_ptr(&stream).0,
                 q_head: stride(q_layout, 0),
@@ -247,6 +259,7 @@ mod gpu {
                 k_row: stride(k_layout, 1),
                 v_head: stride(v_layout, 0),
                 v_row: stride(v_layout, 1),
+                scale_head: scale_head as u64,
                 scale,
                 tokens: tokens as u32,
                 position: position as u32,
@@ -257,9 +270,10 @@ mod gpu {
             let config = LaunchConfig {
                 grid_dim: (tokens.div_ceil(QUERIES) as u32, heads as u32, 1),
                 block_dim: (128, 1, 1),
-                shared_mem_bytes: shared_bytes(width) as u32,
+                shared_mem_bytes: shared_bytes(width, format) as u32,
             };
-            let function = &self.attention.functions[usize::from(width == 128)];
+            let functions = &self.attention.functions[usize::from(format == KvFormat::Int8)];
+            let function = &functions[usize::from(width == 128)];
             let mut launch = stream.launch_builder(function);
             launch.arg(&args);
             // SAFETY: the one argument is the struct that the kernel takes; its addresses are of storages that are

@@ -6,8 +6,9 @@ use candle_core::DType;
 use comoe_core::Result;
 use cudarc::driver::{CudaFunction, CudaModule, CudaStream, DriverError};
 
-use super::{DecodeKernels, KvFormat, KvRows, bad, dtype_code, grid, tokens_of, within};
+use super::{DecodeKernels, KvRows, bad, dtype_code, grid, tokens_of, within};
 use crate::arch::Mask;
+use crate::load::KvFormat;
 
 /// Keys of a piece: its softmax is one block's.
 const PIECE: usize = 64;
@@ -27,7 +28,7 @@ pub struct AttendArgs {
     pub k: KvRows,
     /// `[kv_heads, capacity, value_width]`; it may be a part of the keys' rows (MLA).
     pub v: KvRows,
-    /// How the cache is stored.
+    /// How the cache is held.
     pub cache: KvFormat,
     /// Rows that the cache has room for.
     pub capacity: usize,
@@ -195,7 +196,10 @@ impl DecodeKernels {
             );
             return bad("width of a head", reason);
         };
-        let element = args.cache.element_bytes() as u64;
+        let (element, code) = match args.cache {
+            KvFormat::Plain => (args.dtype.size_in_bytes() as u64, dtype_code("a KV cache", args.dtype)?),
+            KvFormat::Int8 => (1, 3),
+        };
         let whole = |rows: &KvRows, width: usize| {
             let sizes = [rows.head_stride, rows.row_stride, width];
             rows.data.is_multiple_of(8 * element.min(2)) && sizes.iter().all(|n| n.is_multiple_of(8))
@@ -241,7 +245,7 @@ impl DecodeKernels {
         let rows = args.kv_heads * group.div_ceil(heads);
         let at_once = (self.multiprocessors * BLOCKS_PER_MULTIPROCESSOR).div_ceil(rows * args.tokens);
         let config = grid(args.pieces().min(at_once), rows, args.tokens, 32 * WARPS, shared);
-        let function = &self.attend.pieces[args.cache.code()? as usize][shape];
+        let function = &self.attend.pieces[code as usize][shape];
         // SAFETY: `Device` is the kernels' struct; the addresses are the caller's promise.
         unsafe {
             self.launch("attend", stream, function, config, &device)?;

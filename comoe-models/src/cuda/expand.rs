@@ -6,9 +6,8 @@ use candle_core::cuda::WrapErr;
 use candle_core::cuda_backend::CudaStorageSlice;
 use candle_core::{CudaStorage, DType};
 use cudarc::driver::{CudaContext, CudaFunction, DevicePtr, DeviceRepr, LaunchConfig, PushKernelArg};
-use cudarc::nvrtc::Ptx;
 
-use super::{FATBIN, Int8Layout};
+use super::{Int8Layout, with_module};
 
 const THREADS: usize = 256;
 
@@ -40,11 +39,7 @@ impl ExpandKernel {
     /// # Errors
     /// [`comoe_core::Error::Device`] when this build has no kernel for the GPU.
     pub(crate) fn load(ctx: &Arc<CudaContext>) -> comoe_core::Result<Self> {
-        let load = || ctx.load_module(Ptx::from_binary(FATBIN.to_vec()))?.load_function("expand_int8");
-        load().map(Self).map_err(|error| comoe_core::Error::Device {
-            asked: format!("cuda:{}", ctx.ordinal()),
-            reason: format!("loading the kernel expand_int8 failed: {error}"),
-        })
+        with_module(ctx, |module| module.load_function("expand_int8")).map(Self)
     }
 
     /// Rows `first..first + rows` of a matrix that lies at `packed` from byte `start` on, as `[rows, inputs]`.

@@ -7,8 +7,9 @@ use comoe_core::Result;
 use cudarc::driver::CudaStream;
 
 use super::norm::rounded;
-use super::{DecodeKernels, KvFormat, KvRows, bad, dtype_code, grid, tokens_of, within};
+use super::{DecodeKernels, KvRows, bad, dtype_code, grid, tokens_of, within};
 use crate::arch::{Pairing, TemperaturePlan};
+use crate::load::KvFormat;
 
 /// Warps of a block, a head each.
 const WARPS: usize = 4;
@@ -74,14 +75,14 @@ pub struct HeadsArgs {
     pub k: KvRows,
     /// The same for values.
     pub v: KvRows,
-    /// How the cache is stored; a plain one has the model's dtype.
+    /// How the cache is held. A row that INT8 cannot hold becomes NaN: its scale is.
     pub cache: KvFormat,
     /// Rows that the cache has room for.
     pub capacity: usize,
     /// One u32: the first token's position.
     pub position: u64,
-    /// One u32, set to 1 + a token that has no room in the cache or in the tables, or whose keys or values INT8 cannot
-    /// hold; else left alone. Nothing of that token's head is written then.
+    /// One u32, set to 1 + a token that has no room in the cache or in the tables, else left alone. Nothing of that
+    /// token's head is written then.
     pub error: u64,
 }
 
@@ -137,10 +138,6 @@ impl DecodeKernels {
     /// Every address in `args` must be valid on the stream's GPU, for the sizes documented, until the kernel is done.
     pub unsafe fn split_norm_rope_append(&self, stream: &Arc<CudaStream>, args: &HeadsArgs) -> Result<()> {
         let dtype = dtype_code("q, k and v", args.dtype)?;
-        if !matches!(args.cache, KvFormat::Int8) && args.cache != KvFormat::Plain(args.dtype) {
-            let reason = format!("expected INT8 or the model's {:?}, found {:?}", args.dtype, args.cache);
-            return bad("a KV cache", reason);
-        }
         args.k.check(args.cache)?;
         args.v.check(args.cache)?;
         let head_dim = within("width of a head", args.head_dim, 1, 1024)?;

@@ -1,38 +1,12 @@
 //! Where the kernels find keys and values.
 
-use candle_core::DType;
 use comoe_core::Result;
 
-use super::{bad, dtype_code};
+use super::bad;
+use crate::load::KvFormat;
 
-/// How cached keys and values are stored.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum KvFormat {
-    /// In the model's dtype: F32, BF16 or F16.
-    Plain(DType),
-    /// `scale * q` with q in -127..=127 and one f16 scale for a row of a head: the least that clips nothing.
-    Int8,
-}
-
-impl KvFormat {
-    /// Bytes of one element, scales aside.
-    pub fn element_bytes(self) -> usize {
-        match self {
-            Self::Plain(dtype) => dtype.size_in_bytes(),
-            Self::Int8 => 1,
-        }
-    }
-
-    /// The number by which the kernels know it.
-    pub(super) fn code(self) -> Result<u32> {
-        match self {
-            Self::Plain(dtype) => dtype_code("a KV cache", dtype),
-            Self::Int8 => Ok(3),
-        }
-    }
-}
-
-/// Rows of all heads of a cache, `[heads, capacity, width]`: device memory.
+/// Rows of all heads of a cache, `[heads, capacity, width]`: device memory, in the model's dtype or, of an INT8 cache, q in
+/// bytes.
 #[derive(Debug, Clone, Copy)]
 pub struct KvRows {
     /// Address of the first head's first row.

@@ -17,7 +17,6 @@ use std::sync::Arc;
 use candle_core::DType;
 use comoe_core::{Error, Result};
 use cudarc::driver::{CudaContext, CudaFunction, CudaModule, CudaStream, DriverError, LaunchConfig, sys};
-use cudarc::nvrtc::Ptx;
 
 pub use self::attend::AttendArgs;
 pub use self::conv::ConvArgs;
@@ -26,10 +25,12 @@ pub(crate) use self::expand::ExpandKernel;
 pub use self::gate::{AddGatedArgs, GateArgs};
 pub use self::gemv::{GemvArgs, GemvWeight};
 pub use self::heads::{HeadNormArgs, HeadsArgs, RopeArgs};
-pub use self::kv::{KvFormat, KvRows};
+pub use self::kv::KvRows;
 pub use self::latent::{LatentArgs, LatentValuesArgs};
+pub(crate) use self::module::with_module;
 pub use self::norm::{Centre, NormArgs};
 pub use self::route::{GivenExperts, MOST_EXPERTS, RouteArgs};
+pub(crate) use self::rows::RowKernels;
 pub use self::sample::{SampleArgs, SampleSettings};
 pub use crate::blocks::int8::{INT8_GROUP, Int8Layout, pack_int8, unpack_int8};
 
@@ -42,11 +43,11 @@ mod gemv;
 mod heads;
 mod kv;
 mod latent;
+mod module;
 mod norm;
 mod route;
+mod rows;
 mod sample;
-
-pub(crate) static FATBIN: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/kernels.fatbin"));
 
 /// Most tokens of one launch, where the arguments do not say otherwise.
 pub const MOST_TOKENS: usize = 32;
@@ -79,26 +80,11 @@ impl DecodeKernels {
     /// # Errors
     /// [`Error::Device`] when this build has no kernels for the GPU, or its driver is too old for them.
     pub fn load(ctx: &Arc<CudaContext>) -> Result<Self> {
-        let fail = |error: DriverError| {
-            use sys::CUresult as R;
-            let reason = match error.0 {
-                R::CUDA_ERROR_NO_BINARY_FOR_GPU | R::CUDA_ERROR_INVALID_IMAGE => {
-                    "this build has no kernels for the GPU; CoMoE runs on compute capability 8.0 and later"
-                        .to_owned()
-                }
-                R::CUDA_ERROR_UNSUPPORTED_PTX_VERSION | R::CUDA_ERROR_INVALID_PTX => {
-                    "the driver is older than this build's CUDA: update the driver".to_owned()
-                }
-                _ => format!("loading the kernels failed: {error}"),
-            };
-            Error::Device { asked: format!("cuda:{}", ctx.ordinal()), reason }
-        };
-        Self::try_load(ctx).map_err(fail)
+        with_module(ctx, |module| Self::of(ctx, module))
     }
 
-    fn try_load(ctx: &Arc<CudaContext>) -> std::result::Result<Self, DriverError> {
+    fn of(ctx: &Arc<CudaContext>, module: &Arc<CudaModule>) -> std::result::Result<Self, DriverError> {
         use sys::CUdevice_attribute as A;
-        let module = ctx.load_module(Ptx::from_binary(FATBIN.to_vec()))?;
         let shared_limit = ctx.attribute(A::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?;
         let (major, _) = ctx.compute_capability()?;
         Ok(Self {
@@ -107,9 +93,9 @@ impl DecodeKernels {
             multiprocessors: ctx.attribute(A::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)? as usize,
             shared_limit: shared_limit as usize,
             norm: module.load_function("add_norm")?,
-            gemv: gemv::GemvKernels::load(&module)?,
+            gemv: gemv::GemvKernels::load(module)?,
             heads: module.load_function("split_norm_rope_append")?,
-            attend: attend::AttendKernels::load(&module, shared_limit)?,
+            attend: attend::AttendKernels::load(module, shared_limit)?,
             route: module.load_function("route")?,
             embed: module.load_function("embed")?,
             advance: module.load_function("advance")?,
@@ -121,7 +107,7 @@ impl DecodeKernels {
                 module.load_function("latent_queries")?,
                 module.load_function("latent_values")?,
             ],
-            sample: with_shared(&module, "sample", shared_limit - sample::STATIC_SHARED as i32)?,
+            sample: with_shared(module, "sample", shared_limit - sample::STATIC_SHARED as i32)?,
         })
     }
 

@@ -27,7 +27,7 @@ use crate::blocks::kv_cache::{KvCache, LayerKv};
 use crate::blocks::rope::RopeTables;
 use crate::blocks::step::Step;
 use crate::cuda::{AdvanceArgs, SampleArgs, SampleSettings};
-use crate::decoder::{Decoder, Rows};
+use crate::decoder::{Decoder, Rows, is_misled};
 use crate::error::{Error, Result};
 use crate::sampler::{SamplerOptions, SplitMix64};
 
@@ -151,6 +151,13 @@ impl<'m> DeviceSteps<'m> {
         self.replayed
     }
 
+    /// Logits `[1, vocab]` of the step that was replayed last, in the model's dtype still, while no other is under way. For
+    /// tests.
+    #[doc(hidden)]
+    pub fn logits(&self) -> Option<&Tensor> {
+        self.graphs.back().map(|g| &g.logits)
+    }
+
     /// How long the host took to enqueue the steps replayed since [`Self::begin`].
     pub fn launching(&self) -> Duration {
         self.launching
@@ -271,7 +278,13 @@ impl<'m> DeviceSteps<'m> {
                 Ok(true) => {}
                 Ok(false) => break,
                 // Often what is wrong with a step under way.
-                Err(e) => return Err(self.broken(kv, None).unwrap_or(e)),
+                Err(e) => {
+                    return Err(match self.broken(kv, None) {
+                        // That is what came of it.
+                        None | Some(Error::Core(comoe_core::Error::Stopped { .. })) => e,
+                        Some(cause) => cause,
+                    });
+                }
             }
         }
         if self.under_way.is_empty() {
@@ -506,6 +519,8 @@ impl<'m> DeviceSteps<'m> {
         let own = self.decoder.fused().map_or(Ok(()), |mut fused| fused.check());
         let served = self.decoder.experts().flush();
         match (own, served) {
+            // The rest of the step ran on nothing.
+            (_, Err(e)) if !is_misled(&e) => Some(e.into()),
             (Err(Error::BadLogits { id, .. }), Ok(())) => {
                 let value = |logits: &Tensor| {
                     logits.flatten_all()?.narrow(0, id, 1)?.to_dtype(DType::F32)?.to_vec1::<f32>()

@@ -2,9 +2,9 @@
 
 use comoe_core::backend::cuda;
 
-use super::{DenseFormat, LoadOptions};
+use super::{DenseFormat, KvFormat, LoadOptions};
 use crate::arch::{DecoderPlan, MixerPlan};
-use crate::blocks::attend::SCORES_AT_ONCE;
+use crate::blocks::attend::{KEPT_AT_ONCE, SCORES_AT_ONCE};
 use crate::blocks::int8_matrix::EXPANDED_AT_ONCE;
 use crate::blocks::prefill_attention::takes_heads;
 use crate::chunk::chunk_tokens;
@@ -49,10 +49,19 @@ pub(super) fn workspace_bytes(plan: &DecoderPlan, context: usize, options: &Load
         }
         (heads * tokens * context).min(SCORES_AT_ONCE.max(heads * context)) * (2 * element + 4 * 4)
     };
+    // Keys and values in INT8 that are made the model's dtype for matrix products.
+    let expanded_kv = |kv_heads: usize, width: usize| match options.kv {
+        KvFormat::Int8 if !takes_heads(options.dtype, width, width) => {
+            let head = 2 * context * width;
+            (kv_heads * head).min(KEPT_AT_ONCE.max(head)) * element
+        }
+        _ => 0,
+    };
     let mixer = plan.layers.iter().map(|l| match &l.mixer {
         // q, k and v, split, rotated and joined; the output and its transposes.
         MixerPlan::Attention(a) => {
             softmax(a.heads, a.head_dim, a.head_dim)
+                + expanded_kv(a.kv_heads, a.head_dim)
                 + tokens * (a.heads + 2 * a.kv_heads) * a.head_dim * element * 6
         }
         // Queries and results as wide as the latent, and the latents without their rotated keys.

@@ -14,7 +14,7 @@ mod side_files;
 pub use config::ConfigFile;
 pub use dense::DenseWeights;
 pub(crate) use files::ModelFiles;
-pub use format::DenseFormat;
+pub use format::{DenseFormat, KvFormat};
 pub(crate) use layers::Builder;
 pub use memory::DeviceMemory;
 pub(crate) use open::open_decoder;

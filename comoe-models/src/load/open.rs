@@ -8,7 +8,7 @@ use comoe_core::store::{Checkpoint, ConvertOptions, ExpertStore, Naming, Quantis
 use comoe_core::{CacheOptions, CudaOptions, ExpertCache, ExpertFormat, cuda_memory};
 
 use super::memory::{DeviceMemory, workspace_bytes};
-use super::{DenseFormat, DenseWeights, ModelFiles, Progress};
+use super::{DenseFormat, DenseWeights, KvFormat, ModelFiles, Progress};
 use crate::arch::{self, DecoderPlan, MoePlan};
 use crate::decoder::Decoder;
 use crate::error::{Error, Result};
@@ -24,6 +24,8 @@ pub struct LoadOptions {
     pub dtype: DType,
     /// How the projections outside the experts are held.
     pub dense: DenseFormat,
+    /// How keys and values of the tokens so far are held.
+    pub kv: KvFormat,
     /// Tokens that memory is planned for, prompt and answer together; `None` is the model's limit or [`DEFAULT_CONTEXT`],
     /// whichever is less. A longer sequence takes memory from the experts' slots.
     pub context: Option<usize>,
@@ -45,6 +47,7 @@ impl Default for LoadOptions {
         Self {
             dtype: DType::F32,
             dense: DenseFormat::default(),
+            kv: KvFormat::default(),
             context: None,
             most_context: None,
             cache: CacheOptions::default(),
@@ -95,7 +98,7 @@ pub(crate) fn open_decoder(
         Device::Cuda(_) => Some(DeviceMemory {
             free: cuda_memory(device)?.0,
             weights: weights.device_bytes(),
-            kv: (context * plan.kv_bytes_per_token(options.dtype.size_in_bytes())) as u64,
+            kv: (context * plan.kv_bytes_per_token(options.dtype.size_in_bytes(), options.kv)) as u64,
             workspace: workspace_bytes(&plan, context, &LoadOptions { format, ..options.clone() }),
             margin: DeviceMemory::MARGIN,
         }),
@@ -108,6 +111,7 @@ pub(crate) fn open_decoder(
     for (pattern, count) in weights.ignored() {
         tracing::info!("ignored, since the model does not use it: {pattern} ({count} tensors)");
     }
+    let decoder = decoder.with_kv_format(options.kv);
     let decoder = decoder.with_most_context(options.most_context.unwrap_or(usize::MAX));
     Ok(decoder.with_notes(notes).with_memory(memory))
 }

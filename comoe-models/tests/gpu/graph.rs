@@ -152,15 +152,17 @@ fn every_family_is_replayed_with_the_bits_of_single_steps() {
     let mut wrong = Vec::new();
     for Family { name, folder, ids, .. } in families() {
         let prompt = &ids[..ids.len().min(5)];
-        for dtype in [DType::F32, DType::BF16] {
-            let decoder =
-                Decoder::open(&folder, &GPU, &LoadOptions { dtype, ..LoadOptions::default() }, &|_| {})
-                    .expect("a fixture");
+        let int4 = Some(ExpertFormat::Int4 { group: 32 });
+        for (format, dtype) in
+            [(None, DType::F32), (None, DType::BF16), (int4, DType::F32), (int4, DType::BF16)]
+        {
+            let options = LoadOptions { format, dtype, ..LoadOptions::default() };
+            let decoder = Decoder::open(&folder, &GPU, &options, &|_| {}).expect("a fixture");
             let n = 40.min(decoder.context() - prompt.len());
             let options = SamplerOptions { repetition_penalty: 1.1, ..drawn(5) };
             let want = decode(&decoder, prompt, n, &options, false);
             let have = decode(&decoder, prompt, n, &options, true);
-            let what = format!("{name}, {dtype:?}");
+            let what = format!("{name}, {}, {dtype:?}", decoder.experts().format());
             println!(
                 "{what}: {} of {n} replayed, notes {:?} {:?}",
                 have.replayed,

@@ -1,7 +1,10 @@
 //! Attention of prompts against F64.
 
 use candle_core::{DType, Device, Tensor};
+use comoe_models::KvFormat;
 use comoe_models::arch::Mask;
+use comoe_models::blocks::int8_rows::Int8Rows;
+use comoe_models::blocks::kv_cache::Cached;
 use comoe_models::blocks::prefill_attention::{Look, PrefillAttention};
 use half::bf16;
 
@@ -54,6 +57,31 @@ fn reference(q: &Tensor, k: &Tensor, v: &Tensor, look: Look<'_>, sinks: &[f32]) 
     out
 }
 
+/// `[kv_heads, rows, width]` in a cache of `capacity` rows, behind which all is NaN, and what the cache holds of it.
+fn cached(rows: &Tensor, capacity: usize, format: KvFormat) -> (Cached, Tensor) {
+    let (kv_heads, n, width) = rows.dims3().expect("rows");
+    let device = rows.device();
+    let behind = Tensor::full(f32::NAN, (kv_heads, capacity - n, width), device);
+    let behind = behind.and_then(|t| t.to_dtype(DType::BF16)).expect("NaN");
+    match format {
+        KvFormat::Plain => {
+            let cache = Tensor::zeros((kv_heads, capacity, width), DType::BF16, device).expect("a cache");
+            cache.slice_set(rows, 1, 0).expect("rows");
+            cache.slice_set(&behind, 1, n).expect("NaN behind");
+            (Cached::Plain(cache.narrow(1, 0, n).expect("a view")), rows.clone())
+        }
+        KvFormat::Int8 => {
+            let cache = Int8Rows::zeros(kv_heads, capacity, width, device).expect("a cache");
+            cache.write(0, rows).expect("rows");
+            cache.write(n, &behind).expect("NaN behind");
+            let part = cache.part((0, kv_heads), (0, n)).expect("a view");
+            let (q, scales) = part.expand(DType::F32).expect("numbers");
+            let numbers = scales.transpose(1, 2).and_then(|s| q.broadcast_mul(&s)).expect("numbers");
+            (Cached::Int8(part), numbers)
+        }
+    }
+}
+
 #[test]
 #[ignore = "needs a CUDA device"]
 fn attention_of_prompts_is_what_f64_says() {
@@ -61,7 +89,9 @@ fn attention_of_prompts_is_what_f64_says() {
     let attention = PrefillAttention::load(&device, DType::BF16).expect("loads").expect("a kernel");
     let (heads, kv_heads, capacity) = (6, 2, 500);
     let mut worst: f64 = 0.0;
-    for width in [64, 128] {
+    for (width, format) in
+        [(64, KvFormat::Plain), (128, KvFormat::Plain), (64, KvFormat::Int8), (128, KvFormat::Int8)]
+    {
         let sinks = random(&[heads, 1, 1], 9, &device).to_dtype(DType::F32).expect("sinks");
         for (mask, with_sinks) in [
             (Mask::Causal, false),
@@ -72,16 +102,9 @@ fn attention_of_prompts_is_what_f64_says() {
         ] {
             for (tokens, position) in [(33, 0), (64, 0), (100, 37), (300, 0), (129, 200)] {
                 let q = random(&[heads + 2, tokens, width], 1, &device).narrow(0, 1, heads).expect("q");
-                // Views of a cache; what lies behind them must not matter.
-                let view = |seed| {
-                    let cache = random(&[kv_heads, capacity, width], seed, &device);
-                    let behind = position + tokens;
-                    let nan = Tensor::full(f32::NAN, (kv_heads, capacity - behind, width), &device);
-                    let nan = nan.and_then(|t| t.to_dtype(DType::BF16)).expect("NaN");
-                    cache.slice_set(&nan, 1, behind).expect("NaN behind");
-                    cache.narrow(1, 0, behind).expect("a view")
-                };
-                let (k, v) = (view(2), view(3));
+                let rows = |seed| random(&[kv_heads, position + tokens, width], seed, &device);
+                let ((k, k_held), (v, v_held)) =
+                    (cached(&rows(2), capacity, format), cached(&rows(3), capacity, format));
                 let look = Look {
                     // As large as scores get, so that some probabilities are nearly 1.
                     scale: 3.0 / (width as f32).sqrt(),
@@ -91,11 +114,14 @@ fn attention_of_prompts_is_what_f64_says() {
                 };
                 let got = host(&attention.forward(&q, &k, &v, look).expect("attention"));
                 let host_sinks = if with_sinks { host(&sinks) } else { Vec::new() };
-                let want = reference(&q, &k, &v, look, &host_sinks);
+                let want = reference(&q, &k_held, &v_held, look, &host_sinks);
                 for (i, (got, (want, size))) in got.iter().zip(&want).enumerate() {
                     // Probabilities and the result are rounded to 8 bits each.
                     let off = (f64::from(*got) - want).abs() / (size / 256.0 + want.abs() / 256.0 + 1e-6);
-                    assert!(off <= 1.0, "{mask:?} {width} {tokens} at {position}: [{i}] {got}, want {want}");
+                    assert!(
+                        off <= 1.0,
+                        "{format:?} {mask:?} {width} {tokens} at {position}: [{i}] {got}, want {want}"
+                    );
                     worst = worst.max(off);
                 }
                 // Queries' bits do not depend on how the prompt is cut.
@@ -104,7 +130,11 @@ fn attention_of_prompts_is_what_f64_says() {
                     let part = q.narrow(1, from, rest).and_then(|q| q.contiguous()).expect("q");
                     let look = Look { position: position + from, ..look };
                     let again = host(&attention.forward(&part, &k, &v, look).expect("attention"));
-                    assert_eq!(again, got[from * heads * width..], "{mask:?} {width} {tokens}, cut");
+                    assert_eq!(
+                        again,
+                        got[from * heads * width..],
+                        "{format:?} {mask:?} {width} {tokens}, cut"
+                    );
                 }
             }
         }
@@ -118,9 +148,10 @@ fn attention_of_prompts_is_what_f64_says() {
 fn time_attention_of_prompts() {
     let device = comoe_core::cuda_device(0).expect("a GPU");
     let attention = PrefillAttention::load(&device, DType::BF16).expect("loads").expect("a kernel");
-    for tokens in [512, 2048, 4096, 8192] {
+    for (format, tokens) in KvFormat::ALL.into_iter().flat_map(|f| [512, 2048, 4096, 8192].map(|n| (f, n))) {
         let q = random(&[32, tokens, 128], 1, &device);
-        let (k, v) = (random(&[4, tokens, 128], 2, &device), random(&[4, tokens, 128], 3, &device));
+        let rows = |seed| cached(&random(&[4, tokens, 128], seed, &device), tokens + 1, format).0;
+        let (k, v) = (rows(2), rows(3));
         let look = Look { scale: 0.088, mask: Mask::Causal, sinks: None, position: 0 };
         let mut best = f64::INFINITY;
         for _ in 0..4 {
@@ -134,7 +165,8 @@ fn time_attention_of_prompts() {
         }
         let flops = 2.0 * (tokens * tokens) as f64 * 32.0 * 128.0;
         println!(
-            "{tokens:>5} tokens, 32 heads of 128: {:>7.1} us a layer, {:.0} TFLOP/s (causal)",
+            "{tokens:>5} tokens, 32 heads of 128, {} cache: {:>7.1} us a layer, {:.0} TFLOP/s (causal)",
+            format.name(),
             best * 1e6,
             flops / best / 1e12
         );

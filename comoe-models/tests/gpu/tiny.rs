@@ -11,7 +11,7 @@ use comoe_core::{
     CacheOptions, Capacity, CudaOptions, ExpertFormat, PolicyKind, Prefetch, ResidentFormat, Scope,
     cuda_device, cuda_memory,
 };
-use comoe_models::{Decoder, Error, GenerateOptions, LoadOptions, Model, Rows};
+use comoe_models::{Decoder, Error, GenerateOptions, KvFormat, LoadOptions, Model, Rows};
 
 /// Largest difference of a logit to the CPU's or to transformers', with F32 between the blocks: only the order of sums
 /// differs. Logits of comoe-tiny reach about 20.
@@ -351,7 +351,7 @@ fn a_pool_leaves_room_for_the_rest_of_the_model() {
     let model = open(&GPU, &LoadOptions { cache: fit.clone(), ..LoadOptions::default() });
     assert_eq!(model.experts().stats().slots, 96, "comoe-tiny fits any GPU");
     let memory = *model.memory().expect("a plan");
-    let held = model.plan().kv_bytes_per_token(4) * model.context();
+    let held = model.plan().kv_bytes_per_token(4, KvFormat::Plain) * model.context();
     assert_eq!(memory.kv, held as u64);
     assert!(memory.weights > 1 << 20 && memory.reserve() < memory.free, "{memory:?}");
     drop(model);

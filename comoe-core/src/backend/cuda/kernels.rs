@@ -138,7 +138,8 @@ fn format_index(format: ExpertFormat) -> usize {
     }
 }
 
-fn load_error(ctx: &CudaContext, error: DriverError) -> Error {
+/// Why kernels of a fatbin could not be loaded into `ctx`'s GPU, and what to do.
+pub fn load_error(ctx: &CudaContext, error: DriverError) -> Error {
     use sys::CUresult as R;
     let reason = match error.0 {
         R::CUDA_ERROR_NO_BINARY_FOR_GPU | R::CUDA_ERROR_INVALID_IMAGE => {

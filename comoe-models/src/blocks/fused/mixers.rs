@@ -6,11 +6,11 @@ use super::{Step, address, failed};
 use crate::arch::TemperaturePlan;
 use crate::blocks::attend::Attend;
 use crate::blocks::heads::{HeadNorm, HeadSplit};
-use crate::blocks::kv_cache::LayerKv;
+use crate::blocks::kv_cache::{Cached, LayerKv};
 use crate::blocks::norm::RmsNorm;
 use crate::blocks::rope::RotaryTable;
 use crate::cuda::{
-    AttendArgs, ConvArgs, HeadNormArgs, HeadsArgs, KvFormat, KvRows, LatentArgs, LatentValuesArgs, RopeArgs,
+    AttendArgs, ConvArgs, HeadNormArgs, HeadsArgs, KvRows, LatentArgs, LatentValuesArgs, RopeArgs,
 };
 
 /// What stands between an attention layer's projections and its attention.
@@ -22,12 +22,17 @@ pub(in crate::blocks) struct Heads<'a> {
 }
 
 impl Step<'_> {
-    /// All heads' rows of a cache `[heads, capacity, width]`, which may be a part of wider rows.
-    fn cached(&self, t: &Tensor) -> Result<KvRows> {
-        let &[head_stride, row_stride, 1] = t.stride() else {
-            candle_core::bail!("a KV cache of layout {:?}", t.layout());
+    /// All heads' rows of a cache `[heads, capacity, width]` of a model in `dtype`, which may be a part of wider rows.
+    fn cached(&self, cached: &Cached, dtype: DType) -> Result<KvRows> {
+        let (rows, scales) = cached.parts();
+        if scales.is_none() && rows.dtype() != dtype {
+            candle_core::bail!("a KV cache in {:?} for a model in {dtype:?}", rows.dtype());
+        }
+        let &[head_stride, row_stride, 1] = rows.stride() else {
+            candle_core::bail!("a KV cache of layout {:?}", rows.layout());
         };
-        Ok(KvRows { data: address(t, &self.fused.stream)?, head_stride, row_stride, scales: 0 })
+        let scales = self.at_or_0(scales)?;
+        Ok(KvRows { data: address(rows, &self.fused.stream)?, head_stride, row_stride, scales })
     }
 
     fn rope(&self, table: &RotaryTable) -> Result<RopeArgs> {
@@ -51,7 +56,8 @@ impl Step<'_> {
         let &HeadSplit { heads, kv_heads, head_dim, ref norms, norm_after_rope } = op.split;
         let (tokens, width) = qkv.dims2()?;
         let (k, v) = kv.whole()?;
-        if width != (heads + 2 * kv_heads) * head_dim || k.dim(2)? != head_dim || v.dim(2)? != head_dim {
+        let (_, capacity, key_width) = k.dims3()?;
+        if width != (heads + 2 * kv_heads) * head_dim || key_width != head_dim || v.dims3()?.2 != head_dim {
             candle_core::bail!("{width} columns are not {heads} and twice {kv_heads} heads of {head_dim}");
         }
         let q = self.rows((heads, tokens, head_dim), qkv.dtype())?;
@@ -82,10 +88,10 @@ impl Step<'_> {
             // The key projection's rows are there twice.
             values_are_keys: false,
             q: self.at(&q)?,
-            k: self.cached(k)?,
-            v: self.cached(v)?,
-            cache: KvFormat::Plain(k.dtype()),
-            capacity: k.dim(1)?,
+            k: self.cached(k, qkv.dtype())?,
+            v: self.cached(v, qkv.dtype())?,
+            cache: k.format(),
+            capacity,
             position: self.place()?,
             error: self.error_word(None)?,
         };
@@ -102,22 +108,23 @@ impl Step<'_> {
         &self,
         q: &Tensor,
         how: &Attend,
-        k: &Tensor,
-        v: &Tensor,
+        k: &Cached,
+        v: &Cached,
     ) -> Result<Tensor> {
         let ((heads, tokens, key_width), (kv_heads, capacity, value_width)) = (q.dims3()?, v.dims3()?);
         if k.dims3()? != (kv_heads, capacity, key_width)
+            || k.format() != v.format()
             || how.sinks.as_ref().is_some_and(|s| s.elem_count() != heads)
         {
-            candle_core::bail!("queries {:?} over keys {:?} and values {:?}", q.dims(), k.dims(), v.dims());
+            candle_core::bail!("queries {:?} over keys {k:?} and values {v:?}", q.dims());
         }
         let out = self.rows((tokens, heads * value_width), q.dtype())?;
         let mut args = AttendArgs {
             q: self.at(q)?,
             dtype: q.dtype(),
-            k: self.cached(k)?,
-            v: self.cached(v)?,
-            cache: KvFormat::Plain(k.dtype()),
+            k: self.cached(k, q.dtype())?,
+            v: self.cached(v, q.dtype())?,
+            cache: k.format(),
             capacity,
             reach: self.reach.min(capacity),
             tokens,
@@ -160,7 +167,7 @@ impl Step<'_> {
         kv: &LayerKv,
     ) -> Result<Tensor> {
         let ((heads, nope, latent), (tokens, width)) = (to_keys.dims3()?, compressed.dims2()?);
-        let cache = kv.keys();
+        let cache = kv.rows()?;
         if width != latent + rope.dim
             || q.dims() != [tokens, heads * (nope + rope.dim)]
             || cache.dim(2)? != width
@@ -235,7 +242,7 @@ impl Step<'_> {
         kv: &LayerKv,
     ) -> Result<Tensor> {
         let ((tokens, columns), (width, n)) = (parts.dims2()?, taps.dims2()?);
-        let cache = kv.keys();
+        let cache = kv.rows()?;
         if columns != 3 * width || cache.dim(2)? != width {
             candle_core::bail!("{columns} columns for {width} channels");
         }

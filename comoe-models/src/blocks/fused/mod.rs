@@ -10,8 +10,9 @@ mod mixers;
 use std::cell::RefCell;
 use std::sync::Arc;
 
+use candle_core::backend::BackendStorage;
 use candle_core::cuda_backend::CudaStorageSlice;
-use candle_core::{DType, Device, Result, Shape, Storage, Tensor};
+use candle_core::{CudaStorage, DType, Device, Layout, Result, Shape, Storage, Tensor};
 use comoe_core::Activation;
 use cudarc::driver::{CudaEvent, CudaStream, DevicePtr, sys};
 
@@ -225,11 +226,16 @@ fn covers(plan: &DecoderPlan) -> std::result::Result<(), String> {
 
 /// Address of a tensor's first element, whose strides are the caller's business.
 pub(crate) fn address(t: &Tensor, stream: &CudaStream) -> Result<u64> {
-    use CudaStorageSlice as S;
     let (storage, layout) = t.storage_and_layout();
     let Storage::Cuda(storage) = &*storage else {
-        candle_core::bail!("a tensor of a fused step is on {:?}", t.device().location());
+        candle_core::bail!("a tensor for this crate's kernels is on {:?}", t.device().location());
     };
+    address_in(storage, layout, stream)
+}
+
+/// The same of a layout in a storage.
+pub(crate) fn address_in(storage: &CudaStorage, layout: &Layout, stream: &CudaStream) -> Result<u64> {
+    use CudaStorageSlice as S;
     let base = match &storage.slice {
         S::U8(s) => s.device_ptr(stream).0,
         S::U32(s) => s.device_ptr(stream).0,
@@ -237,9 +243,9 @@ pub(crate) fn address(t: &Tensor, stream: &CudaStream) -> Result<u64> {
         S::F16(s) => s.device_ptr(stream).0,
         S::F32(s) => s.device_ptr(stream).0,
         S::F64(s) => s.device_ptr(stream).0,
-        _ => candle_core::bail!("fused steps have no kernels for {:?}", t.dtype()),
+        _ => candle_core::bail!("this crate has no kernels for {:?}", storage.dtype()),
     };
-    Ok(base + (layout.start_offset() * t.dtype().size_in_bytes()) as u64)
+    Ok(base + (layout.start_offset() * storage.dtype().size_in_bytes()) as u64)
 }
 
 fn failed(error: comoe_core::Error) -> candle_core::Error {

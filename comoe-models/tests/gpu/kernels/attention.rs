@@ -1,8 +1,9 @@
 //! The split into heads and attention over the cache.
 
 use candle_core::DType;
+use comoe_models::KvFormat;
 use comoe_models::arch::{Mask, Pairing, TemperaturePlan};
-use comoe_models::cuda::{AttendArgs, HeadNormArgs, HeadsArgs, KvFormat, KvRows, RopeArgs};
+use comoe_models::cuda::{AttendArgs, HeadNormArgs, HeadsArgs, KvRows, RopeArgs};
 use half::f16;
 
 use super::{GPU, Memory, close, random, round, tolerance};
@@ -15,24 +16,27 @@ struct Cache {
     capacity: usize,
     width: usize,
     format: KvFormat,
+    /// Of what is not in INT8.
+    dtype: DType,
 }
 
 impl Cache {
-    fn new(heads: usize, capacity: usize, width: usize, format: KvFormat) -> Self {
-        let data = Memory::result(heads * capacity * width * format.element_bytes());
+    fn new([heads, capacity, width]: [usize; 3], format: KvFormat, dtype: DType) -> Self {
+        let element = if format == KvFormat::Int8 { 1 } else { dtype.size_in_bytes() };
+        let data = Memory::result(heads * capacity * width * element);
         let scales = Memory::result(heads * capacity * 2);
-        Self { data, scales, heads, capacity, width, format }
+        Self { data, scales, heads, capacity, width, format, dtype }
     }
 
-    fn of(values: &[f32], heads: usize, capacity: usize, width: usize, format: KvFormat) -> Self {
+    fn of(values: &[f32], [heads, capacity, width]: [usize; 3], format: KvFormat, dtype: DType) -> Self {
         let (data, scales) = match format {
-            KvFormat::Plain(dtype) => (Memory::floats(values, dtype), Memory::zeros(16)),
+            KvFormat::Plain => (Memory::floats(values, dtype), Memory::zeros(16)),
             KvFormat::Int8 => {
                 let (q, scales) = quantised(values, width);
                 (Memory::of(&q), Memory::of(&scales.iter().flat_map(|s| s.to_le_bytes()).collect::<Vec<_>>()))
             }
         };
-        Self { data, scales, heads, capacity, width, format }
+        Self { data, scales, heads, capacity, width, format, dtype }
     }
 
     fn rows(&self) -> KvRows {
@@ -42,7 +46,7 @@ impl Cache {
     /// `[heads, capacity, width]` as numbers, the poison as NaN.
     fn read(&self) -> Vec<f32> {
         match self.format {
-            KvFormat::Plain(dtype) => self.data.read_floats(dtype),
+            KvFormat::Plain => self.data.read_floats(self.dtype),
             KvFormat::Int8 => {
                 let scales = self.scales.read_floats(DType::F16);
                 assert_eq!(scales.len(), self.heads * self.capacity);
@@ -100,7 +104,7 @@ fn heads_are_split_normed_rotated_and_appended() {
                 let weights = [random(d, 7, dtype), random(d, 8, dtype)];
                 let half = rope_dim / 2;
                 let (cos, sin) = (random(capacity * half, 9, dtype), random(capacity * half, 10, dtype));
-                let format = if int8 { KvFormat::Int8 } else { KvFormat::Plain(dtype) };
+                let format = if int8 { KvFormat::Int8 } else { KvFormat::Plain };
                 let on = |v: &[f32]| Memory::floats(v, dtype);
                 let tables = (on(&weights[0]), on(&weights[1]), on(&cos), on(&sin));
 
@@ -108,8 +112,8 @@ fn heads_are_split_normed_rotated_and_appended() {
                     let tokens = qkv.len() / columns;
                     let (x, at) = (on(qkv), Memory::words(&[position as u32]));
                     let q = Memory::result(heads * tokens * d * dtype.size_in_bytes());
-                    let k = Cache::new(kv_heads, capacity, d, format);
-                    let v = Cache::new(kv_heads, capacity, d, format);
+                    let k = Cache::new([kv_heads, capacity, d], format, dtype);
+                    let v = Cache::new([kv_heads, capacity, d], format, dtype);
                     let error = Memory::zeros(4);
                     let args = HeadsArgs {
                         qkv: x.address(),
@@ -260,7 +264,7 @@ impl Case {
         );
         let capacity = position + tokens + 70;
         let scale = 1.0 / (key_width as f32).sqrt();
-        let format = if int8 { KvFormat::Int8 } else { KvFormat::Plain(dtype) };
+        let format = if int8 { KvFormat::Int8 } else { KvFormat::Plain };
         // What lies behind the sequence is NaN.
         let rows = |width: usize, seed: u64| {
             let mut values = random(kv_heads * capacity * width, seed, dtype);
@@ -273,8 +277,8 @@ impl Case {
         let q: Vec<f32> = random(heads * tokens * key_width, 1, dtype).iter().map(|v| v * 4.0).collect();
         let (k, v) = (rows(key_width, 2), rows(value_width, 3));
         let sink_values = random(heads, 4, DType::F32);
-        let k_on = Cache::of(&k, kv_heads, capacity, key_width, format);
-        let v_on = Cache::of(&v, kv_heads, capacity, value_width, format);
+        let k_on = Cache::of(&k, [kv_heads, capacity, key_width], format, dtype);
+        let v_on = Cache::of(&v, [kv_heads, capacity, value_width], format, dtype);
         let sinks_on = Memory::floats(&sink_values, DType::F32);
 
         let run = |q: &[f32], position: usize, reach: usize| {

@@ -4,12 +4,12 @@
 
 use candle_core::DType;
 use comoe_core::Activation;
-use comoe_models::SamplerOptions;
 use comoe_models::arch::{Mask, Pairing, RouterPlan};
 use comoe_models::cuda::{
     AttendArgs, DecodeKernels, EmbedArgs, GateArgs, GemvArgs, GemvWeight, HeadNormArgs, HeadsArgs,
-    Int8Layout, KvFormat, KvRows, NormArgs, RopeArgs, RouteArgs, SampleArgs, SampleSettings,
+    Int8Layout, KvRows, NormArgs, RopeArgs, RouteArgs, SampleArgs, SampleSettings,
 };
+use comoe_models::{KvFormat, SamplerOptions};
 use cudarc::driver::sys;
 
 use super::{GPU, Memory, random};
@@ -190,6 +190,10 @@ fn route_args(logits: &Memory, ids: &u64, weights: &Memory, error: &Memory) -> R
     }
 }
 
+fn element_bytes(format: KvFormat) -> usize {
+    if format == KvFormat::Int8 { 1 } else { DTYPE.size_in_bytes() }
+}
+
 /// A layer's cache in one allocation for all layers.
 struct Caches {
     data: Memory,
@@ -201,13 +205,13 @@ struct Caches {
 impl Caches {
     fn new(layers: usize, capacity: usize, format: KvFormat) -> Self {
         let rows = layers * 2 * KV_HEADS * capacity;
-        let data = filled(rows * HEAD_DIM * format.element_bytes());
+        let data = filled(rows * HEAD_DIM * element_bytes(format));
         Self { data, scales: filled(rows * 2), capacity, format }
     }
 
     fn rows(&self, layer: usize, values: bool) -> KvRows {
         let which = (2 * layer + usize::from(values)) * KV_HEADS * self.capacity;
-        let data = self.data.address() + (which * HEAD_DIM * self.format.element_bytes()) as u64;
+        let data = self.data.address() + (which * HEAD_DIM * element_bytes(self.format)) as u64;
         KvRows::dense(data, self.scales.address() + (2 * which) as u64, self.capacity, HEAD_DIM)
     }
 
@@ -283,7 +287,7 @@ impl Caches {
 fn attention() {
     let (qkv, q, out) = (filled(128 << 10), filled(128 << 10), filled(128 << 10));
     let workspace = filled(64 << 20);
-    for (format, name) in [(KvFormat::Plain(DTYPE), "bf16"), (KvFormat::Int8, "int8")] {
+    for (format, name) in [(KvFormat::Plain, "bf16"), (KvFormat::Int8, "int8")] {
         for (capacity, layers) in [(1024, LAYERS), (4096, LAYERS), (32_768, 8), (131_072, 4)] {
             let caches = Caches::new(layers, capacity, format);
             for length in [128, 1024, 4096, 32_768, 131_072] {
@@ -291,7 +295,7 @@ fn attention() {
                     continue;
                 }
                 let position = Memory::words(&[length as u32 - 1]);
-                let bytes = 2 * KV_HEADS * length * HEAD_DIM * format.element_bytes();
+                let bytes = 2 * KV_HEADS * length * HEAD_DIM * element_bytes(format);
                 time(&format!("attend {name}, {length} of {capacity}"), layers, bytes, |k| {
                     for layer in 0..layers {
                         let args = caches.attend(layer, &q, &position, &out, &workspace);
@@ -376,7 +380,7 @@ fn a_layer_without_its_experts() {
         let bytes: usize = (0..3).map(|i| weight_bytes(outputs[i], inputs[i], int8)).sum();
         let [x, normed, qkv, q, attended, out, logits] = std::array::from_fn(|_| filled(128 << 10));
         let (ids, chosen, error, workspace) = (filled(64), filled(64), filled(64), filled(16 << 20));
-        let format = if int8 { KvFormat::Int8 } else { KvFormat::Plain(DTYPE) };
+        let format = if int8 { KvFormat::Int8 } else { KvFormat::Plain };
         let caches = Caches::new(LAYERS, 4096, format);
         let position = Memory::words(&[1000]);
         let norm = NormArgs {
