@@ -53,6 +53,7 @@ pub mod expert;
 pub mod format;
 mod framed;
 pub mod machine;
+pub mod plan;
 pub mod policy;
 pub mod pool;
 pub mod predict;
@@ -67,7 +68,9 @@ mod sys;
 pub mod trace;
 
 pub use backend::DriverKind;
-pub use backend::cuda::{CudaOptions, ResidentFormat, cuda_device, cuda_device_count, cuda_memory};
+pub use backend::cuda::{
+    CudaOptions, ResidentFormat, cuda_device, cuda_device_count, cuda_memory, cuda_pool,
+};
 pub use cache::{
     CacheBuilder, CacheLayer, CacheOptions, Capacity, ExpertCache, RecordCache, Scope, Token, TokenOutcome,
 };

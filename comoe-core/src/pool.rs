@@ -4,6 +4,8 @@
 //! chooses victims among its records that are not pinned. Partitions and staging keep their sizes: promoting a staged
 //! record moves its slot into the partition, and the slot it displaces into staging.
 
+mod keep;
+
 use crate::backend::SlotId;
 use crate::error::{Error, Result};
 use crate::policy::EvictionPolicy;
@@ -94,6 +96,8 @@ pub struct Residency {
     pub partitions: Vec<Vec<(RecordIndex, SlotId)>>,
     /// Under LFRU, what it knows of the past.
     pub counts: Option<DecayedCounts>,
+    /// Of those records, the ones that stay for good, ascending.
+    pub kept: Vec<RecordIndex>,
 }
 
 /// The state of the [`Lfru`](crate::policy::Lfru) of every partition.
@@ -113,7 +117,12 @@ pub struct Pool {
     slots: Vec<Slot>,
     slot_of: Vec<Option<SlotId>>,
     partitions: Vec<Partition>,
+    /// By record: a member of the step under way.
     pinned: Vec<bool>,
+    /// By record: it stays for good.
+    kept: Vec<bool>,
+    /// How many of them each partition has.
+    kept_in: Vec<usize>,
     staging_free: Vec<SlotId>,
     staged: Vec<RecordIndex>,
 }
@@ -132,6 +141,7 @@ impl Pool {
             // Reversed, so that slots are taken in ascending order.
             (first..first + count as u32).rev().map(SlotId).collect::<Vec<_>>()
         };
+        let kept_in = vec![0; shape.partitions.len()];
         let partitions = shape
             .partitions
             .iter()
@@ -145,6 +155,8 @@ impl Pool {
             slot_of: vec![None; records],
             partitions,
             pinned: vec![false; records],
+            kept: vec![false; records],
+            kept_in,
             staging_free,
             staged: Vec::new(),
         }
@@ -297,6 +309,7 @@ impl Pool {
         Residency {
             partitions: self.partitions.iter().map(of).collect(),
             counts: (counts.ticks.len() == self.partitions.len()).then_some(counts),
+            kept: self.kept(),
         }
     }
 
@@ -331,6 +344,14 @@ impl Pool {
                     return bad(format!("{record:?} is named twice"));
                 }
             }
+        }
+        if let Some(lost) = residency.kept.iter().find(|r| !seen.get(r.0 as usize).is_some_and(|s| *s)) {
+            return bad(format!("{lost:?} stays for good and is in no slot"));
+        }
+        self.kept.fill(false);
+        residency.kept.iter().for_each(|r| self.kept[r.0 as usize] = true);
+        for (kept_in, held) in self.kept_in.iter_mut().zip(&residency.partitions) {
+            *kept_in = held.iter().filter(|(r, _)| self.kept[r.0 as usize]).count();
         }
         for partition in &mut self.partitions {
             for record in partition.policy.eviction_order() {
@@ -367,8 +388,8 @@ impl Pool {
         if let Some(slot) = partition.free.pop() {
             return Some(slot);
         }
-        let pinned = &self.pinned;
-        let victim = partition.policy.victim(&|r| !pinned[r.0 as usize])?;
+        let (pinned, kept) = (&self.pinned, &self.kept);
+        let victim = partition.policy.victim(&|r| !pinned[r.0 as usize] && !kept[r.0 as usize])?;
         partition.policy.remove(victim);
         let slot = self.slot_of[victim.0 as usize].take()?;
         self.slots[slot.0 as usize].state = SlotState::Free;
@@ -486,7 +507,7 @@ mod tests {
             vec![vec![(r(0), SlotId(0)), (r(1), SlotId(0))], vec![]],
             vec![vec![(r(0), SlotId(0)), (r(0), SlotId(1))], vec![]],
         ] {
-            let residency = Residency { partitions: bad.clone(), counts: None };
+            let residency = Residency { partitions: bad.clone(), ..Residency::default() };
             let error = p.restore(&residency).unwrap_err().to_string();
             assert!(error.starts_with("residency"), "{bad:?}: {error}");
             assert_eq!((p.residency(), p.inconsistency()), (before.clone(), None), "{bad:?}");
@@ -502,6 +523,7 @@ mod tests {
             slots in 3usize..13,
             steps in prop::collection::vec((0usize..3, prop::collection::vec(0u32..6, 1..7)), 1..60),
             at in 0usize..60,
+            keep in any::<bool>(),
         ) {
             let shape = match global {
                 true => PoolShape::global(slots, 3, 0),
@@ -509,6 +531,10 @@ mod tests {
             };
             let mut kept = pool_by(policy, shape.clone(), 18);
             let mut handed = pool_by(policy, shape.clone(), 18);
+            for p in [&mut kept, &mut handed].into_iter().filter(|_| keep && slots >= 6) {
+                let slot = p.keep(1, r(8)).unwrap();
+                p.arrived(slot);
+            }
             for (step, (layer, set)) in steps.into_iter().enumerate() {
                 let mut members: Vec<RecordIndex> = Vec::new();
                 for e in set {

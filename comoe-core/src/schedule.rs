@@ -10,6 +10,7 @@
 //! record still moves at most once per step. With a ring (see `stream`) it passes through that instead.
 
 mod device;
+mod pins;
 mod prefetch;
 mod ring;
 mod stream;
@@ -26,7 +27,7 @@ pub(crate) use prefetch::PrefetchEngine;
 pub use prefetch::PrefetchTrigger;
 use prefetch::Seen;
 
-use crate::backend::{Backend, Fill, Queue, SlotId, Ticket, Work, WorkItem};
+use crate::backend::{Backend, BackendMemory, Fill, Queue, SlotId, Ticket, Work, WorkItem};
 use crate::error::{Error, Result};
 use crate::pool::{Located, Pool, SlotState};
 use crate::predict::Correlation;
@@ -112,6 +113,8 @@ pub(crate) struct Engine {
     /// Those that were sent straight to free slots and not asked for yet.
     early: Vec<RecordIndex>,
     stats: CacheStats,
+    /// Accesses by record in steps that the host drove, since the cache was built.
+    uses: Vec<u64>,
     rules: Rules,
     drive: device::Drive,
     /// Text of the first error: from then on nothing in the slots is trusted.
@@ -134,6 +137,7 @@ impl Engine {
         let slots = in_pool + stream.ring_slots;
         backend.allocate(slots, slot_bytes)?;
         let clocks = vec![SlotClock { filled: Ticket::DONE, read: Ticket::DONE }; slots];
+        let uses = vec![0; directory.len()];
         let mut this = Self {
             backend,
             directory,
@@ -146,6 +150,7 @@ impl Engine {
             streams: stream.ahead,
             early: Vec::new(),
             stats: CacheStats::default(),
+            uses,
             rules,
             drive: device::Drive::default(),
             failed: None,
@@ -161,6 +166,10 @@ impl Engine {
             self.failed.get_or_insert(e.to_string());
         }
         f(&mut *self.backend, &self.pool)
+    }
+
+    pub(crate) fn device_memory(&self) -> BackendMemory {
+        self.backend.memory()
     }
 
     pub(crate) fn stats(&mut self) -> CacheStats {
@@ -198,6 +207,7 @@ impl Engine {
             slots: self.pool.shape().slots(),
             staging_slots: self.pool.shape().staging,
             ring_slots: self.ring.slots(),
+            pinned_slots: self.pool.kept().len(),
             slot_bytes: self.slot_bytes,
             records: self.directory.len(),
             layers: layers.collect(),
@@ -297,9 +307,10 @@ impl Engine {
             }
         }
         let accesses = needs.len() as u64;
-        let (mut hits, mut late) = (0, 0);
+        let (mut hits, mut late, mut pinned) = (0, 0, 0);
         let mut arrived = HashMap::new();
         for need in needs {
+            self.uses[need.record.0 as usize] += 1;
             match self.pool.locate(need.record) {
                 None => match self.in_ring(need.record, &mut arrived)? {
                     None => {
@@ -327,6 +338,7 @@ impl Engine {
                         split.late.push(need.at(located.slot));
                     } else {
                         hits += 1;
+                        pinned += u64::from(self.pool.is_kept(need.record));
                         split.hits.push(need.at(located.slot));
                     }
                 }
@@ -337,6 +349,7 @@ impl Engine {
         counts.hits += hits;
         counts.misses += accesses - hits;
         counts.late += late;
+        counts.pinned_hits += pinned;
         self.stats.steps += 1;
         self.stats.steps_with_transfer += u64::from(!split.missing.is_empty());
         Ok(split)

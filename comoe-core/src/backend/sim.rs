@@ -13,7 +13,10 @@ use std::sync::{Arc, Mutex, PoisonError};
 use candle_core::Tensor;
 
 use super::cpu::Step;
-use super::{Backend, BackendInfo, DeviceDriver, Fill, Queue, SlotId, Ticket, TransferTime, Work, WorkItem};
+use super::{
+    Backend, BackendInfo, BackendMemory, DeviceDriver, Fill, Queue, SlotId, Ticket, TransferTime, Work,
+    WorkItem,
+};
 use crate::error::{Error, Result};
 use crate::store::{RecordIndex, RecordSource};
 
@@ -340,6 +343,10 @@ impl Backend for SimBackend {
     fn write_slot(&mut self, slot: SlotId, bytes: &[u8]) -> Result<()> {
         self.slab[slot.0 as usize * self.slot_bytes..][..bytes.len()].copy_from_slice(bytes);
         Ok(())
+    }
+
+    fn memory(&self) -> BackendMemory {
+        BackendMemory { slots: self.slab.len() as u64, ..BackendMemory::default() }
     }
 
     fn transfer_time(&self) -> TransferTime {

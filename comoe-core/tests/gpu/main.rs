@@ -13,6 +13,7 @@ mod device_timing;
 mod gemm;
 mod kernels;
 mod one_token;
+mod pins;
 mod prompt;
 mod timing;
 mod token;

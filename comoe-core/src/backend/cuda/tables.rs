@@ -8,7 +8,7 @@ use super::backend::Workspace;
 use super::context::{Doing, Gpu};
 use super::kernels::DeviceItem;
 use super::pinned::PinnedBuffer;
-use super::resolve::{COUNTERS_BYTES, FAULT_BYTES, MISSING_BYTES, NONE, PROGRESS_BYTES};
+use super::resolve::{COUNTERS_BYTES, FAULT_BYTES, KEPT, MISSING_BYTES, NONE, PROGRESS_BYTES};
 use super::slab::Slab;
 use super::upload::bytes_of;
 use crate::backend::{Fill, MOST_DEVICE_ASSIGNMENTS, SlotId};
@@ -20,6 +20,7 @@ use crate::store::{Directory, RecordIndex};
 pub(super) struct Offsets {
     pub(super) fault: usize,
     pub(super) counters: usize,
+    pub(super) uses: usize,
     pub(super) address: usize,
     pub(super) items: usize,
     pub(super) fills: usize,
@@ -46,6 +47,7 @@ impl Offsets {
         Self {
             fault: take(FAULT_BYTES),
             counters: take(layers * COUNTERS_BYTES),
+            uses: take(4 * records),
             address: take(8 * records),
             items: take(MOST_DEVICE_ASSIGNMENTS * size_of::<DeviceItem>()),
             fills: take(MOST_DEVICE_ASSIGNMENTS * size_of::<DeviceItem>()),
@@ -123,6 +125,11 @@ impl Tables {
         })
     }
 
+    /// Bytes on the GPU, workspaces of steps included.
+    pub(super) fn bytes(&self) -> usize {
+        self.slab.bytes() + self.hidden.bytes() + self.partial.bytes()
+    }
+
     pub(super) fn address(&self, offset: usize) -> u64 {
         self.slab.address() + offset as u64
     }
@@ -169,6 +176,15 @@ impl Tables {
                 owner[slot.0 as usize] = record.0;
             }
         }
+        for record in &residency.kept {
+            match slot_of.get(record.0 as usize).and_then(|&slot| owner.get_mut(slot as usize)) {
+                Some(owner) if records < KEPT as usize => *owner |= KEPT,
+                _ => {
+                    let reason = format!("{record:?} of {records} cannot stay for good: it is in no slot");
+                    return Err(Error::BadArgument { what: "residency", reason });
+                }
+            }
+        }
         let mut image = vec![0; self.at.end - self.at.clock];
         for (offset, bytes) in [
             (self.at.clock, bytes_of(&clock)),
@@ -199,7 +215,13 @@ impl Tables {
     pub(super) fn residency(&self) -> Result<Residency> {
         let slots = self.shape.slots();
         let stamp = self.long_words(self.at.stamp, slots)?;
-        let owner = self.words(self.at.owner, slots)?;
+        let mut owner = self.words(self.at.owner, slots)?;
+        let mut kept = Vec::new();
+        for owner in owner.iter_mut().filter(|o| **o != NONE && **o & KEPT != 0) {
+            *owner &= !KEPT;
+            kept.push(RecordIndex(*owner));
+        }
+        kept.sort_unstable();
         let held = |(p, &first): (usize, &u32)| {
             let mut slots: Vec<u32> = (first..first + self.shape.partitions[p] as u32)
                 .filter(|&s| owner[s as usize] != NONE)
@@ -219,7 +241,12 @@ impl Tables {
                 })
             }
         };
-        Ok(Residency { partitions, counts })
+        Ok(Residency { partitions, counts, kept })
+    }
+
+    /// How often steps have used each record, once the GPU is idle.
+    pub(super) fn uses(&self) -> Result<Vec<u64>> {
+        Ok(self.words(self.at.uses, self.records)?.into_iter().map(u64::from).collect())
     }
 
     /// Whether the kernel has said anything in the fault word, read from where it wrote it.
