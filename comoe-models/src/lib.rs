@@ -69,6 +69,7 @@ pub mod generate;
 #[allow(dead_code, reason = "shared with comoe-core's tests, which use more of it")]
 mod gguf_writer;
 pub mod load;
+mod memory;
 mod model;
 #[cfg(test)]
 mod model_tests;
@@ -81,6 +82,9 @@ pub use decode_graph::{DeviceSteps, PartTime};
 pub use decoder::{Decoder, Rows};
 pub use error::{Error, Result};
 pub use generate::{Event, Finish, GenerateOptions, Generation, Session, Timings};
-pub use load::{DEFAULT_CONTEXT, DenseFormat, DeviceMemory, LoadOptions, Progress};
+pub use load::{
+    DEFAULT_CONTEXT, DEVICE_MARGIN, DenseFormat, KvPart, LoadOptions, ModelPlan, Progress, Target,
+};
+pub use memory::{MeasuredMemory, NowAndPeak};
 pub use model::Model;
 pub use sampler::{Sampler, SamplerOptions};

@@ -12,6 +12,8 @@ mod formats;
 mod graph;
 #[path = "gpu/kernels/mod.rs"]
 mod kernels;
+#[path = "gpu/memory.rs"]
+mod memory;
 #[path = "gpu/prefill.rs"]
 mod prefill;
 #[path = "gpu/tiny.rs"]

@@ -4,6 +4,7 @@ use candle_core::{DType, Device, Tensor};
 
 use crate::arch::DecoderPlan;
 use crate::error::{Error, Result};
+use crate::memory::Held;
 
 /// What the layers keep of one sequence's tokens: keys and values, `[kv_heads, capacity, width]` each; written in
 /// place, never reallocated. Layers without keys and values keep what they need in their place.
@@ -13,6 +14,8 @@ pub struct KvCache {
     len: usize,
     capacity: usize,
     place: Option<Place>,
+    /// Its bytes, counted while it lives.
+    held: Option<Held>,
 }
 
 /// The position as kernels of fused steps read it.
@@ -47,7 +50,13 @@ impl KvCache {
             Device::Cuda(_) => Some(Place { buffer: Tensor::zeros(1, DType::U32, device)?, holds: Some(0) }),
             _ => None,
         };
-        Ok(Self { layers: layers.collect::<Result<_>>()?, len: 0, capacity, place })
+        Ok(Self { layers: layers.collect::<Result<_>>()?, len: 0, capacity, place, held: None })
+    }
+
+    /// Counted as these bytes.
+    pub(crate) fn counted(mut self, held: Held) -> Self {
+        self.held = Some(held);
+        self
     }
 
     /// Tokens held.
