@@ -47,6 +47,9 @@ pub(crate) struct SynthArgs {
     /// Only so many layers with experts.
     #[arg(long)]
     pub(crate) layers: Option<usize>,
+    /// Write a whole model, which `comoe` takes, with this `tokenizer.json`, such as comoe-tiny's.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) tokenizer: Option<PathBuf>,
     /// Seed of the weights.
     #[arg(long, default_value_t = 1)]
     pub(crate) seed: u64,

@@ -8,7 +8,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use candle_core::Tensor;
 use comoe_core::Result;
 use comoe_core::backend::{
-    Backend, BackendInfo, Chunks, DeviceDriver, Fill, Queue, SlotId, Ticket, TransferTime, Work, WorkItem,
+    Backend, BackendInfo, BackendMemory, Chunks, DeviceDriver, Fill, Queue, SlotId, Ticket, TransferTime,
+    Work, WorkItem,
 };
 use comoe_core::store::{Directory, RecordIndex};
 
@@ -100,6 +101,10 @@ impl Backend for Counting {
 
     fn slot_image<'a>(&self, record: RecordIndex, stored: &'a [u8]) -> Result<Cow<'a, [u8]>> {
         self.inner.slot_image(record, stored)
+    }
+
+    fn memory(&self) -> BackendMemory {
+        self.inner.memory()
     }
 
     fn transfer_time(&self) -> TransferTime {

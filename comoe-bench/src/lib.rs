@@ -1,7 +1,7 @@
 //! Benchmarks of CoMoE, and synthetic models of real shapes.
 //!
 //! `benches/` holds the criterion benches; the binary measures what needs a big model or a GPU. Reading order: [`shape`]
-//! (which models), [`synth`] and [`dense`] (their weights), [`decode`] and [`prefill`] (a model of a shape, run), [`steps`]
+//! (which models), [`synth`], [`dense`] and [`synth_model`] (their weights), [`decode`] and [`prefill`] (a model of a shape, run), [`steps`]
 //! (on a GPU token by token), [`tiny`] (comoe-tiny,
 //! run), [`formats`] (its formats at equal bytes), `transfer` (the link; feature `cuda`), [`report`], [`plot`] and
 //! [`timeline`] (how results are shown).
@@ -21,6 +21,7 @@ pub mod report;
 pub mod shape;
 pub mod steps;
 pub mod synth;
+pub mod synth_model;
 pub mod timeline;
 pub mod tiny;
 #[cfg(feature = "cuda")]

@@ -19,6 +19,7 @@ use comoe_bench::prefill::Prefill;
 use comoe_bench::report::Table;
 use comoe_bench::shape::Shape;
 use comoe_bench::steps::{Routing, Steps};
+use comoe_bench::synth_model::write_model;
 use comoe_bench::timeline::{self, Timeline};
 use comoe_bench::tiny::{self, RunMemory};
 use comoe_bench::{Error, Result, formats, synth};
@@ -70,7 +71,10 @@ fn synth_store(args: &SynthArgs) -> Result<()> {
         }
     };
     let start = Instant::now();
-    let bytes = synth::write_store(&args.output, &shape, args.format, args.seed, &progress)?;
+    let bytes = match &args.tokenizer {
+        None => synth::write_store(&args.output, &shape, args.format, args.seed, &progress)?,
+        Some(file) => write_model(&args.output, &shape, args.format, args.seed, file, &progress)?,
+    };
     let seconds = start.elapsed().as_secs_f64();
     if show {
         eprintln!();

@@ -16,7 +16,8 @@ use std::time::Instant;
 use candle_core::Tensor;
 use comoe_core::Result as CoreResult;
 use comoe_core::backend::{
-    Backend, BackendInfo, Chunks, DeviceDriver, Fill, Queue, SlotId, Ticket, TransferTime, Work, WorkItem,
+    Backend, BackendInfo, BackendMemory, Chunks, DeviceDriver, Fill, Queue, SlotId, Ticket, TransferTime,
+    Work, WorkItem,
 };
 use comoe_core::store::{Directory, RecordIndex, RecordSource};
 use serde_json::{Value, json};
@@ -211,6 +212,10 @@ impl Backend for TimedBackend {
         self.inner.wait(ticket)?;
         self.timeline.add(Row::Compute, || "wait for records".to_owned(), start);
         Ok(())
+    }
+
+    fn memory(&self) -> BackendMemory {
+        self.inner.memory()
     }
 
     fn mark(&mut self) -> CoreResult<Ticket> {

@@ -53,6 +53,8 @@ pub(crate) enum Command {
     Logits(LogitsArgs),
     /// Measure what this machine has for running big models, and say what is slow.
     Doctor(DoctorArgs),
+    /// Say what a model would take of memory and how fast it may be, from its configuration and headers alone.
+    Plan(Box<PlanArgs>),
     /// Record routing, look at it, and play policies and predictors over it.
     #[command(subcommand)]
     Trace(TraceCommand),
@@ -63,6 +65,37 @@ pub(crate) struct DoctorArgs {
     /// Print one JSON object instead of tables
     #[arg(long)]
     pub(crate) json: bool,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct PlanArgs {
+    #[command(flatten)]
+    pub(crate) model: ModelArgs,
+    /// Host memory for the experts, such as 64G [default: what is available here]
+    #[arg(long, value_name = "SIZE", value_parser = parse_size, help_heading = "Plan")]
+    pub(crate) ram: Option<u64>,
+    /// Sequences side by side, each with a KV cache of its own
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = parse_positive, help_heading = "Plan")]
+    pub(crate) batch: usize,
+    /// A recorded trace of the model, played to know the hits [default: what is assumed is said]
+    #[arg(long, value_name = "FILE", help_heading = "Plan")]
+    pub(crate) trace: Option<PathBuf>,
+    /// What `comoe doctor --json` printed on the machine to plan for
+    #[arg(long, value_name = "FILE", help_heading = "Plan")]
+    pub(crate) doctor: Option<PathBuf>,
+    /// Bandwidth from host memory to the GPU, GB/s [default: --doctor's, else 25, as of PCIe 4 x16]
+    #[arg(long, value_name = "GB/S", value_parser = parse_bandwidth, help_heading = "Plan")]
+    pub(crate) link: Option<f64>,
+    /// Bandwidth of the memory that computes: the GPU's, GB/s [default: 900, as of a card of 24 GB]; the CPU's [default:
+    /// --doctor's, else 40]
+    #[arg(long, value_name = "GB/S", value_parser = parse_bandwidth, help_heading = "Plan")]
+    pub(crate) bandwidth: Option<f64>,
+    /// Print one JSON object instead of a table
+    #[arg(long, help_heading = "Plan")]
+    pub(crate) json: bool,
+    /// Print nothing but the plan, warnings and errors
+    #[arg(long, short, help_heading = "Plan")]
+    pub(crate) quiet: bool,
 }
 
 #[derive(Debug, Args)]
@@ -185,7 +218,7 @@ pub(crate) struct ModelArgs {
     pub(crate) no_graph: bool,
     /// Tokens of context that memory is planned for, answer included; a longer one takes memory from the experts' slots
     /// [default: the model's, at most 4096]
-    #[arg(long, value_name = "N", value_parser = parse_positive, help_heading = "Experts and memory")]
+    #[arg(long, visible_alias = "ctx", value_name = "N", value_parser = parse_positive, help_heading = "Experts and memory")]
     pub(crate) context: Option<usize>,
     /// Tokens of context that a talk may grow to [default: the model's]
     #[arg(long, value_name = "N", value_parser = parse_positive, help_heading = "Experts and memory")]
@@ -196,10 +229,18 @@ pub(crate) struct ModelArgs {
     /// Memory for the pool, such as 900K or 12G
     #[arg(long, value_name = "SIZE", group = "room", value_parser = parse_size, help_heading = "Experts and memory")]
     pool: Option<u64>,
-    /// Keep every expert in the pool [default of these: as many as fit the GPU's free memory, or half of the memory
+    /// Keep every expert in the pool [default of these: as many as fit --vram, the GPU's free memory, or half of the memory
     /// available to the CPU]
     #[arg(long, group = "room", help_heading = "Experts and memory")]
     resident: bool,
+    /// The most of the GPU's memory that the run may take, such as 12G: what dense weights, KV cache and activations leave
+    /// goes to the pool, and more is refused. On the CPU it counts the pool, dense weights and KV cache
+    #[arg(long, value_name = "SIZE", value_parser = parse_size, help_heading = "Experts and memory")]
+    pub(crate) vram: Option<u64>,
+    /// Experts that stay in the pool, hottest first, up to half of it: those of a recorded trace, or auto, which learns them
+    /// from run to run
+    #[arg(long, value_name = "FILE|auto", help_heading = "Experts and memory")]
+    pub(crate) pin: Option<PathBuf>,
     /// How experts are stored: source (what fits the checkpoint best), bf16, mxfp4, int8 or int4; int4-g32 chooses the
     /// group too
     #[arg(
@@ -273,6 +314,13 @@ pub(crate) fn parse_positive(text: &str) -> Result<usize, String> {
     match text.parse() {
         Ok(n) if n > 0 => Ok(n),
         _ => Err("expected a whole number of at least 1".into()),
+    }
+}
+
+fn parse_bandwidth(text: &str) -> Result<f64, String> {
+    match text.parse::<f64>() {
+        Ok(n) if n.is_finite() && n > 0.0 => Ok(n),
+        _ => Err("expected GB/s above 0, such as 25".into()),
     }
 }
 

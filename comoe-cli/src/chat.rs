@@ -80,7 +80,7 @@ pub(crate) fn run(args: &ChatArgs) -> Result<()> {
     if let Some(recording) = recording {
         recording.finish(&loaded, args.output.quiet)?;
     }
-    loaded.keep_predictor_table();
+    loaded.keep_learned();
     if args.output.stats {
         report::say_cache(&loaded, &memory);
     }

@@ -96,6 +96,15 @@ pub(crate) enum Error {
     #[error("terminal: {0}")]
     Terminal(#[from] rustyline::error::ReadlineError),
 
+    #[error("it does not fit: {reason}")]
+    DoesNotFit { reason: String },
+
+    #[error("{reason}; give --vram SIZE to plan for a GPU that is not here, or --device cpu")]
+    NoGpuToPlanFor { reason: String },
+
+    #[error("{}: {reason}", path.display())]
+    BadDoctor { path: PathBuf, reason: String },
+
     #[error("{failed} of {tests} kernel tests failed: do not use this GPU, and report it")]
     SelfTest { failed: usize, tests: usize },
 

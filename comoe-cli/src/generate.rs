@@ -42,7 +42,7 @@ pub(crate) fn run(args: &GenerateArgs) -> Result<()> {
     if let Some(recording) = recording {
         recording.finish(&loaded, args.output.quiet)?;
     }
-    loaded.keep_predictor_table();
+    loaded.keep_learned();
     if args.output.stats
         && let Some(memory) = &memory
     {

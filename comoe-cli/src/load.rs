@@ -18,6 +18,7 @@ use crate::device;
 use crate::error::Result;
 use crate::hub;
 use crate::output::{say, watched};
+use crate::pins::Pins;
 use crate::places::CacheFolder;
 use crate::predictor::PredictorTable;
 
@@ -35,6 +36,8 @@ pub(crate) struct Loaded<M = Model> {
     notes: Vec<String>,
     /// Where what prefetching learns is kept.
     table: Option<PredictorTable>,
+    /// Where the experts to pin come from.
+    pins: Option<Pins>,
     /// Decode steps between checks of slots; 0: never.
     pub(crate) check: usize,
     /// Whether a GPU may replay decode steps as a graph.
@@ -78,33 +81,12 @@ fn load_with<M: AsRef<Decoder>>(
     let opened = device::open(args.device)?;
     let on_gpu = opened.device.is_cuda();
     let bar = Bar::new();
-    let mut cuda = CudaOptions::default();
-    cuda.page_lock_limit = args.page_lock_limit();
-    cuda.resident = args.resident_format.unwrap_or_default();
     let locking = bar.clone();
-    cuda.progress = Some(Arc::new(move |done, total| locking.page_locking(done, total)));
-    let options = LoadOptions {
-        dtype: args.compute.unwrap_or(if on_gpu { DType::BF16 } else { DType::F32 }),
-        dense: args.dense_format,
-        kv: args.kv_format,
-        context: args.context,
-        most_context: args.context_limit,
-        cache: CacheOptions {
-            capacity: args.capacity().unwrap_or_else(|| default_capacity(&opened.device)),
-            policy: args.policy,
-            scope: args.scope,
-            prefetch: args.prefetch,
-            driver: args.driver,
-            ring: args.ring,
-            ..CacheOptions::default()
-        },
-        format: match args.format {
-            Format::Source => None,
-            Format::Converted(format) => Some(format),
-        },
-        cache_dir: cache.path.clone(),
-        cuda,
-    };
+    let mut options = options(args, on_gpu);
+    options.cuda.progress = Some(Arc::new(move |done, total| locking.page_locking(done, total)));
+    options.cache_dir = cache.path.clone();
+    let pins = Pins::find(args.pin.as_deref(), &folder)?;
+    options.cache.pinned = pins.as_ref().map(Pins::experts).unwrap_or_default();
     let started = Instant::now();
     let converted = AtomicBool::new(false);
     let model = load(&folder, &opened.device, &options, &|p| {
@@ -130,19 +112,49 @@ fn load_with<M: AsRef<Decoder>>(
         );
     }
     let (model, check, graph) = (model?, args.check.unwrap_or(0), !args.no_graph);
-    let mut loaded = Loaded { model, folder, options, took, notes, table: None, check, graph };
+    let mut loaded = Loaded { model, folder, options, took, notes, table: None, pins, check, graph };
     let (asked, experts) = (args.predictor_table.as_deref(), loaded.model.as_ref().experts());
     loaded.table = PredictorTable::open(asked, &loaded.folder, loaded.name(), experts)?;
     loaded.say_what_is_in_force(quiet);
     Ok(loaded)
 }
 
-/// As many experts as fit: the GPU's memory, or the share of host memory that experts may take.
-fn default_capacity(device: &Device) -> Capacity {
-    match device {
-        Device::Cuda(_) => Capacity::Fit,
-        _ => ram_available().map_or(Capacity::All, |bytes| Capacity::Bytes(bytes / SHARE)),
+/// How a model is loaded to a GPU or to the CPU; where converted experts are kept is not among it.
+pub(crate) fn options(args: &ModelArgs, on_gpu: bool) -> LoadOptions {
+    let mut cuda = CudaOptions::default();
+    cuda.page_lock_limit = args.page_lock_limit();
+    cuda.resident = args.resident_format.unwrap_or_default();
+    LoadOptions {
+        dtype: args.compute.unwrap_or(if on_gpu { DType::BF16 } else { DType::F32 }),
+        dense: args.dense_format,
+        kv: args.kv_format,
+        context: args.context,
+        most_context: args.context_limit,
+        cache: CacheOptions {
+            capacity: args.capacity().unwrap_or_else(|| match on_gpu || args.vram.is_some() {
+                true => Capacity::Fit,
+                false => share_of(ram_available()),
+            }),
+            policy: args.policy,
+            scope: args.scope,
+            prefetch: args.prefetch,
+            driver: args.driver,
+            ring: args.ring,
+            budget: args.vram,
+            ..CacheOptions::default()
+        },
+        format: match args.format {
+            Format::Source => None,
+            Format::Converted(format) => Some(format),
+        },
+        cache_dir: None,
+        cuda,
     }
+}
+
+/// The share of so much host memory that experts may take when nothing is asked for.
+pub(crate) fn share_of(ram: Option<u64>) -> Capacity {
+    ram.map_or(Capacity::All, |bytes| Capacity::Bytes(bytes / SHARE))
 }
 
 impl<M: AsRef<Decoder>> Loaded<M> {
@@ -151,10 +163,13 @@ impl<M: AsRef<Decoder>> Loaded<M> {
         name_of_model(&self.folder)
     }
 
-    /// Keeps what prefetching learned for the next run.
-    pub(crate) fn keep_predictor_table(&self) {
+    /// Keeps what the run learned for the next one: what prefetching and pinning go by.
+    pub(crate) fn keep_learned(&self) {
         if let Some(table) = &self.table {
             table.save(self.model.as_ref().experts());
+        }
+        if let Some(pins) = &self.pins {
+            pins.save(&self.name(), self.model.as_ref().experts());
         }
     }
 
@@ -206,13 +221,16 @@ impl<M: AsRef<Decoder>> Loaded<M> {
                 n => format!(", a ring of {n} for prompts ({})", human_bytes((n * stats.slot_bytes) as u64)),
             };
             say!("experts: {}, {room}{ring}", self.format());
-            if let Some(m) = self.model.as_ref().memory() {
+            let decoder = self.model.as_ref();
+            let shown = decoder.device().is_cuda() || self.options.cache.budget.is_some();
+            if let Some(m) = decoder.memory_plan().filter(|_| shown) {
                 say!(
-                    "GPU memory: {} were free; {} for dense weights, {} for the KV cache, {} for activations, {} margin",
-                    human_bytes(m.free),
-                    human_bytes(m.weights),
-                    human_bytes(m.kv),
-                    human_bytes(m.workspace),
+                    "memory: {} may be taken; {} for dense weights, {} for the KV cache, {} for activations and buffers, {} \
+                     margin",
+                    human_bytes(m.budget),
+                    human_bytes(m.device.dense),
+                    human_bytes(m.device.kv),
+                    human_bytes(m.device.workspace + m.device.buffers),
                     human_bytes(m.margin)
                 );
             }

@@ -12,11 +12,14 @@ mod hub;
 mod input;
 mod load;
 mod logits;
+mod memory;
 mod model_path;
 mod models;
 mod output;
 mod pack;
+mod pins;
 mod places;
+mod plan;
 mod predictor;
 mod pull;
 mod report;
@@ -56,6 +59,7 @@ fn main() -> ExitCode {
         Command::Models(args) => models::run(args),
         Command::Logits(args) => logits::run(args),
         Command::Doctor(args) => doctor::run(args),
+        Command::Plan(args) => plan::run(args),
         Command::Trace(command) => trace::run(command),
     };
     match done {

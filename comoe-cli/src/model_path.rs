@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use comoe_core::store::PackedFile;
 
 use crate::error::{Error, Result};
-use crate::hub::{self, RepoName};
+use crate::hub::{self, HeadersFolder, RepoName};
 
 /// The model that comes with CoMoE.
 pub(crate) const BUNDLED: &str = "comoe-tiny";
@@ -25,6 +25,32 @@ pub(crate) fn find(asked: Option<&Path>, quiet: bool) -> Result<PathBuf> {
             std::env::current_dir().ok().as_deref(),
             Path::new(env!("CARGO_MANIFEST_DIR")),
         )),
+    }
+}
+
+/// A model to plan for: of one on the hub that is not here, headers alone.
+pub(crate) enum Planned {
+    /// All of it.
+    Here(PathBuf),
+    /// A folder for as long as this lives, and the name.
+    Headers(HeadersFolder, String),
+}
+
+impl Planned {
+    /// The model asked for, or comoe-tiny when none is.
+    pub(crate) fn find(asked: Option<&Path>, quiet: bool) -> Result<Self> {
+        let Some(name) = asked.and_then(named) else { return find(asked, quiet).map(Self::Here) };
+        Ok(match hub::headers(&name, quiet)? {
+            Ok(folder) => Self::Here(folder),
+            Err(headers) => Self::Headers(headers, name.to_string()),
+        })
+    }
+
+    pub(crate) fn path(&self) -> &Path {
+        match self {
+            Self::Here(path) => path,
+            Self::Headers(folder, _) => folder.path(),
+        }
     }
 }
 

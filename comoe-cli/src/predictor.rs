@@ -37,7 +37,9 @@ impl PredictorTable {
             }
             return Ok(None);
         }
-        let own = || CacheFolder::open().path.map(|cache| cache.join(file_name(&model, folder)));
+        let own = || {
+            CacheFolder::open().path.map(|cache| cache.join(file_name("predictor", "table", &model, folder)))
+        };
         let Some(path) = asked.map(Path::to_owned).or_else(own) else { return Ok(None) };
         if path.exists() {
             match experts.load_predictor_table(&path, &model) {
@@ -73,8 +75,9 @@ impl PredictorTable {
     }
 }
 
-/// Of its folder's name, and a hash of where the folder is: models of one name are told apart.
-fn file_name(model: &str, folder: &Path) -> String {
+/// The file of a kind that is kept of a model: of its folder's name, and a hash of where the folder is, so that models of
+/// one name are told apart.
+pub(crate) fn file_name(kind: &str, ending: &str, model: &str, folder: &Path) -> String {
     let plain = |c: char| if c.is_ascii_alphanumeric() || "-_.".contains(c) { c } else { '_' };
     let name: String = model.chars().map(plain).take(64).collect();
     let full = folder.canonicalize().unwrap_or_else(|_| folder.to_owned());
@@ -84,7 +87,7 @@ fn file_name(model: &str, folder: &Path) -> String {
         .as_encoded_bytes()
         .iter()
         .fold(0xcbf2_9ce4_8422_2325u64, |h, b| (h ^ u64::from(*b)).wrapping_mul(0x100_0000_01b3));
-    format!("predictor-{name}-{hash:016x}.table")
+    format!("{kind}-{name}-{hash:016x}.{ending}")
 }
 
 #[cfg(test)]
@@ -93,9 +96,10 @@ mod tests {
 
     #[test]
     fn names_are_plain_and_tell_folders_apart() {
-        let (a, b) = (file_name("a b/ü", Path::new("/x/m")), file_name("a b/ü", Path::new("/y/m")));
+        let name = |folder: &str| file_name("predictor", "table", "a b/ü", Path::new(folder));
+        let (a, b) = (name("/x/m"), name("/y/m"));
         assert!(a.starts_with("predictor-a_b__-") && a.ends_with(".table"), "{a}");
         assert_ne!(a, b);
-        assert!(file_name(&"x".repeat(999), Path::new("/")).len() < 120);
+        assert!(file_name("predictor", "table", &"x".repeat(999), Path::new("/")).len() < 120);
     }
 }

@@ -7,6 +7,7 @@ use comoe_models::{Finish, Generation, Reply};
 use serde::Serialize;
 
 use crate::load::Loaded;
+use crate::memory::Memory;
 use crate::output::say;
 use crate::sys::MemoryWatch;
 
@@ -28,6 +29,8 @@ pub(crate) struct Report<'a> {
     format: String,
     timings: Timings,
     cache: Cache,
+    /// Bytes by owner, under the names of `comoe plan --json`.
+    memory: Memory,
     /// Bytes; absent where the system does not say.
     #[serde(skip_serializing_if = "Option::is_none")]
     peak_rss_anon_bytes: Option<u64>,
@@ -51,6 +54,7 @@ struct Cache {
     resizes: u64,
     staging_slots: usize,
     ring_slots: usize,
+    pinned_slots: usize,
     experts: usize,
     record_bytes: usize,
     policy: String,
@@ -60,6 +64,8 @@ struct Cache {
     driver: String,
     accesses: u64,
     hits: u64,
+    /// Of them, those on pinned experts.
+    pinned_hits: u64,
     misses: u64,
     late: u64,
     hit_rate: f64,
@@ -99,6 +105,7 @@ impl<'a> Report<'a> {
                 decode_tok_s: timings.decode_tokens_per_second(),
             },
             cache: Cache::new(loaded, &loaded.model.experts().stats()),
+            memory: memory_of(loaded),
             peak_rss_anon_bytes: memory.and_then(MemoryWatch::peak),
         }
     }
@@ -108,6 +115,12 @@ impl<'a> Report<'a> {
         // Strings, numbers and lists only: nothing in it can fail to be written.
         serde_json::to_string(self).unwrap_or_default() + "\n"
     }
+}
+
+/// Memory by owner, planned and measured.
+fn memory_of(loaded: &Loaded) -> Memory {
+    let decoder = loaded.model.decoder();
+    Memory::of_run(decoder.memory_plan(), decoder.measure_memory().ok())
 }
 
 impl Cache {
@@ -120,6 +133,7 @@ impl Cache {
             resizes: stats.resizes,
             staging_slots: stats.staging_slots,
             ring_slots: stats.ring_slots,
+            pinned_slots: stats.pinned_slots,
             experts: stats.records,
             record_bytes: stats.slot_bytes,
             policy: loaded.model.experts().policy().to_string(),
@@ -128,6 +142,7 @@ impl Cache {
             driver: loaded.model.experts().driver().to_string(),
             accesses: stats.accesses(),
             hits: stats.hits(),
+            pinned_hits: stats.pinned_hits(),
             misses: stats.misses(),
             late: stats.late(),
             hit_rate: stats.hit_rate(),
@@ -181,9 +196,10 @@ pub(crate) fn say_cache(loaded: &Loaded, memory: &MemoryWatch) {
         say!("{line}");
     }
     say_link(loaded, &stats);
+    say!("{}", memory_of(loaded).table());
     if let Some(peak) = memory.peak() {
         say!(
-            "memory   peak RssAnon {} (sampled every {} ms)",
+            "         peak RssAnon {} (sampled every {} ms)",
             human_bytes(peak),
             MemoryWatch::EVERY.as_millis()
         );

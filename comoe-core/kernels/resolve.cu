@@ -5,7 +5,7 @@
 #include "record.cuh"
 
 // As src/backend/cuda/resolve.rs counts them.
-constexpr uint32_t kMostAssignments = 1024, kMostSlots = 1024, kNone = 0xffffffffu;
+constexpr uint32_t kMostAssignments = 1024, kMostSlots = 1024, kNone = 0xffffffffu, kKept = 0x80000000u;
 
 enum FaultKind : uint32_t { FAULT_NONE = 0, FAULT_BAD_WEIGHT = 1, FAULT_UNKNOWN_EXPERT = 2, FAULT_MISSING = 3 };
 
@@ -48,13 +48,14 @@ struct Resolve {
     const float* weights;    // [assignments]
     uint32_t* slot_of;       // [records] slot of a record, or kNone
     const uint64_t* address; // [records] where kernels read a record in page-locked memory; 0: only the host can
-    uint32_t* owner;         // [slots of the pool] record in a slot, or kNone
+    uint32_t* owner;         // [slots of the pool] record in a slot, with kKept if it stays for good; or kNone
     uint64_t* stamp;         // [slots of the pool] its record's last access, or its score; the lowest leaves; 0: free
     uint64_t* score;         // [records] bits of the log2 of their decayed counts, 0: none yet; null: least recently used
     Partition* partition;    // this layer's
     const uint32_t* slots;   // [slots of the pool] by partition, ascending
     const uint32_t* place;   // [slots of the pool] of a slot among its partition's
     Counters* counters;      // of this layer
+    uint32_t* uses;          // [records] how often each was a member of a set
     Progress* progress;
     Missing* missing;        // [assignments] with FAULT_MISSING
     Fault* fault;            // set: nothing runs until the host has seen it
@@ -75,7 +76,7 @@ struct Resolve {
     uint32_t ordinal;        // of the step in its token
     uint32_t unused;
 };
-static_assert(sizeof(Resolve) == 208 && sizeof(Partition) == 16 && sizeof(Fault) == 16 && sizeof(Counters) == 32, "mirrored structs");
+static_assert(sizeof(Resolve) == 216 && sizeof(Partition) == 16 && sizeof(Fault) == 16 && sizeof(Counters) == 32, "mirrored structs");
 static_assert(sizeof(Progress) == 8 && sizeof(Missing) == 8, "mirrored structs");
 
 template <int N>
@@ -211,16 +212,17 @@ extern "C" __global__ void __launch_bounds__(1024) resolve(const Resolve r) {
         r.score[record] = stamp;
     }
     if (leads && where != kNone && !was_done) r.stamp[where] = stamp;
+    if (leads && !was_done) atomicAdd(&r.uses[record], 1u);
 
     const uint32_t competing = partition.count;
     if (misses > 0) {
         const uint32_t place = leads && where != kNone ? r.place[where] : 0;
         for (uint32_t s = t; s < competing; s += blockDim.x) {
             const uint32_t slot = r.slots[partition.first + s];
-            taken[s] = false;
             slots[s] = slot;
             stamps[s] = r.stamp[slot];
             owners[s] = r.owner[slot];
+            taken[s] = owners[s] != kNone && (owners[s] & kKept);
         }
         victims[t] = kNone;
         __syncthreads();

@@ -15,7 +15,7 @@ pub use elastic::SlotsInForce;
 pub use options::{CacheOptions, Capacity, Scope};
 pub use token::{Token, TokenOutcome};
 
-use crate::backend::{Backend, BackendInfo, DeviceStep, DriverKind, Work};
+use crate::backend::{Backend, BackendInfo, BackendMemory, DeviceStep, DriverKind, Work};
 use crate::error::{Error, Result};
 use crate::expert::{ExpertId, ExpertLayout, ExpertSpec};
 use crate::format::ExpertFormat;
@@ -131,6 +131,11 @@ macro_rules! shared_methods {
             &self.core.notes
         }
 
+        /// Device memory that the cache holds now.
+        pub fn device_memory(&self) -> BackendMemory {
+            self.core.engine().device_memory()
+        }
+
         /// The policy in force, also where [`PolicyKind::Auto`] was asked for.
         pub fn policy(&self) -> PolicyKind {
             self.core.policy
@@ -207,6 +212,12 @@ impl ExpertCache {
     /// lock.
     pub fn observe(&self, observer: Option<Box<dyn RoutingObserver>>) {
         *self.core.observer.lock().unwrap_or_else(PoisonError::into_inner) = observer;
+    }
+
+    /// How often each record was asked for since the cache was built, whoever drove the steps, by record number. Where the
+    /// device drives steps, waits for those so far.
+    pub fn uses(&self) -> Vec<u64> {
+        self.core.engine().uses()
     }
 
     /// Tokens that the prefetch in force has learned its table from; `None` where it learns none.

@@ -301,6 +301,28 @@ pub enum Error {
         reason: String,
     },
 
+    /// More device memory was asked for than may be taken.
+    #[error(
+        "{device}: {slots} slots for experts need {}, but of the {} that may be taken {} go to the rest of the model: \
+         {most} slots fit; allow more, or give fewer slots, a smaller expert format (int8, int4), smaller dense weights \
+         (int8) or a shorter context",
+        human_bytes(*asked), human_bytes(*budget), human_bytes(*reserve)
+    )]
+    OverBudget {
+        /// The device.
+        device: String,
+        /// Slots that were wanted, staging included; the least that works where as many as fit were asked for.
+        slots: usize,
+        /// Their bytes.
+        asked: u64,
+        /// Bytes that may be taken in all.
+        budget: u64,
+        /// Bytes of them that are kept for other uses.
+        reserve: u64,
+        /// Slots that would fit.
+        most: usize,
+    },
+
     /// A predictor's table that cannot be read.
     #[error("{}: {reason}", path.display())]
     BadPredictorTable {

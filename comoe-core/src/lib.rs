@@ -53,6 +53,7 @@ pub mod expert;
 pub mod format;
 mod framed;
 pub mod machine;
+pub mod plan;
 pub mod policy;
 pub mod pool;
 pub mod predict;
@@ -68,7 +69,7 @@ pub mod trace;
 
 pub use backend::DriverKind;
 pub use backend::cuda::{
-    CudaOptions, ResidentFormat, cuda_device, cuda_device_count, cuda_give_back, cuda_memory,
+    CudaOptions, ResidentFormat, cuda_device, cuda_device_count, cuda_give_back, cuda_memory, cuda_pool,
 };
 pub use cache::{
     CacheBuilder, CacheLayer, CacheOptions, Capacity, ExpertCache, RecordCache, Scope, SlotsInForce, Token,

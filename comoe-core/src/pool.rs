@@ -4,6 +4,8 @@
 //! chooses victims among its records that are not pinned. Promoting a staged record moves its slot into the partition,
 //! and the slot it displaces into staging, so that both keep their sizes.
 
+mod keep;
+
 use crate::backend::SlotId;
 use crate::error::{Error, Result};
 use crate::policy::EvictionPolicy;
@@ -106,6 +108,8 @@ pub struct Residency {
     pub partitions: Vec<Vec<(RecordIndex, SlotId)>>,
     /// Under LFRU, what it knows of the past.
     pub counts: Option<DecayedCounts>,
+    /// Of those records, the ones that stay for good, ascending.
+    pub kept: Vec<RecordIndex>,
 }
 
 /// The state of the [`Lfru`](crate::policy::Lfru) of every partition.
@@ -126,7 +130,12 @@ pub struct Pool {
     slots: Vec<Slot>,
     slot_of: Vec<Option<SlotId>>,
     partitions: Vec<Partition>,
+    /// By record: a member of the step under way.
     pinned: Vec<bool>,
+    /// By record: it stays for good.
+    kept: Vec<bool>,
+    /// How many of them each partition has.
+    kept_in: Vec<usize>,
     staging_free: Vec<SlotId>,
     staged: Vec<RecordIndex>,
 }
@@ -142,6 +151,7 @@ impl Pool {
         let homes = homes.chain(std::iter::repeat_n(Home::Staging, shape.staging));
         let partitions =
             shape.partitions.iter().map(|&n| Partition { free: Vec::new(), policy: policy(n) }).collect();
+        let kept_in = vec![0; shape.partitions.len()];
         let mut this = Self {
             slots: homes.map(|home| Slot { state: SlotState::Free, home }).collect(),
             most: shape.clone(),
@@ -149,6 +159,8 @@ impl Pool {
             slot_of: vec![None; records],
             partitions,
             pinned: vec![false; records],
+            kept: vec![false; records],
+            kept_in,
             staging_free: Vec::new(),
             staged: Vec::new(),
         };
@@ -308,6 +320,7 @@ impl Pool {
         Residency {
             partitions: self.partitions.iter().map(of).collect(),
             counts: (counts.ticks.len() == self.partitions.len()).then_some(counts),
+            kept: self.kept(),
         }
     }
 
@@ -342,6 +355,14 @@ impl Pool {
                     return bad(format!("{record:?} is named twice"));
                 }
             }
+        }
+        if let Some(lost) = residency.kept.iter().find(|r| !seen.get(r.0 as usize).is_some_and(|s| *s)) {
+            return bad(format!("{lost:?} stays for good and is in no slot"));
+        }
+        self.kept.fill(false);
+        residency.kept.iter().for_each(|r| self.kept[r.0 as usize] = true);
+        for (kept_in, held) in self.kept_in.iter_mut().zip(&residency.partitions) {
+            *kept_in = held.iter().filter(|(r, _)| self.kept[r.0 as usize]).count();
         }
         for partition in &mut self.partitions {
             for record in partition.policy.eviction_order() {
@@ -411,6 +432,7 @@ impl Pool {
             };
         }
         self.list_free();
+        self.let_go();
         left
     }
 
@@ -422,6 +444,9 @@ impl Pool {
         self.slot_of[record.0 as usize] = None;
         if let Home::Partition(p) = *home {
             self.partitions[p].policy.remove(record);
+            if std::mem::take(&mut self.kept[record.0 as usize]) {
+                self.kept_in[p] -= 1;
+            }
         }
         Some(record)
     }
@@ -445,8 +470,8 @@ impl Pool {
         if let Some(slot) = partition.free.pop() {
             return Some(slot);
         }
-        let pinned = &self.pinned;
-        let victim = partition.policy.victim(&|r| !pinned[r.0 as usize])?;
+        let (pinned, kept) = (&self.pinned, &self.kept);
+        let victim = partition.policy.victim(&|r| !pinned[r.0 as usize] && !kept[r.0 as usize])?;
         partition.policy.remove(victim);
         let slot = self.slot_of[victim.0 as usize].take()?;
         self.slots[slot.0 as usize].state = SlotState::Free;

@@ -90,7 +90,7 @@ fn a_residency_that_does_not_fit_is_refused_and_changes_nothing() {
         vec![vec![(r(0), SlotId(0)), (r(1), SlotId(0))], vec![]],
         vec![vec![(r(0), SlotId(0)), (r(0), SlotId(1))], vec![]],
     ] {
-        let residency = Residency { partitions: bad.clone(), counts: None };
+        let residency = Residency { partitions: bad.clone(), ..Residency::default() };
         let error = p.restore(&residency).unwrap_err().to_string();
         assert!(error.starts_with("residency"), "{bad:?}: {error}");
         assert_eq!((p.residency(), p.inconsistency()), (before.clone(), None), "{bad:?}");
@@ -169,6 +169,7 @@ proptest! {
         slots in 3usize..13,
         steps in prop::collection::vec((0usize..3, prop::collection::vec(0u32..6, 1..7)), 1..60),
         at in 0usize..60,
+        keep in any::<bool>(),
     ) {
         let shape = match global {
             true => PoolShape::global(slots, 3, 0),
@@ -176,6 +177,10 @@ proptest! {
         };
         let mut kept = pool_by(policy, shape.clone(), 18);
         let mut handed = pool_by(policy, shape.clone(), 18);
+        for p in [&mut kept, &mut handed].into_iter().filter(|_| keep && slots >= 6) {
+            let slot = p.keep(1, r(8)).unwrap();
+            p.arrived(slot);
+        }
         for (step, (layer, set)) in steps.into_iter().enumerate() {
             let mut members: Vec<RecordIndex> = Vec::new();
             for e in set {

@@ -10,6 +10,7 @@
 //! record still moves at most once per step. With a ring (see `stream`) it passes through that instead.
 
 mod device;
+mod pins;
 mod prefetch;
 mod resize;
 mod ring;
@@ -28,7 +29,7 @@ pub use prefetch::PrefetchTrigger;
 use prefetch::Seen;
 pub use resize::SlotsInForce;
 
-use crate::backend::{Backend, Fill, Queue, SlotId, Ticket, Work, WorkItem};
+use crate::backend::{Backend, BackendMemory, Fill, Queue, SlotId, Ticket, Work, WorkItem};
 use crate::error::{Error, Result};
 use crate::pool::{Located, Pool, SlotState};
 use crate::predict::Correlation;
@@ -114,6 +115,8 @@ pub(crate) struct Engine {
     /// Those that were sent straight to free slots and not asked for yet.
     early: Vec<RecordIndex>,
     stats: CacheStats,
+    /// Accesses by record in steps that the host drove, since the cache was built.
+    uses: Vec<u64>,
     rules: Rules,
     drive: device::Drive,
     elastic: resize::Elastic,
@@ -138,6 +141,7 @@ impl Engine {
         let slots = in_pool + stream.ring_slots;
         backend.allocate(slots, slot_bytes)?;
         let clocks = vec![SlotClock { filled: Ticket::DONE, read: Ticket::DONE }; slots];
+        let uses = vec![0; directory.len()];
         let mut this = Self {
             backend,
             directory,
@@ -150,6 +154,7 @@ impl Engine {
             streams: stream.ahead,
             early: Vec::new(),
             stats: CacheStats::default(),
+            uses,
             rules,
             drive: device::Drive::default(),
             elastic: resize::Elastic::new(in_force),
@@ -166,6 +171,10 @@ impl Engine {
             self.failed.get_or_insert(e.to_string());
         }
         f(&mut *self.backend, &self.pool)
+    }
+
+    pub(crate) fn device_memory(&self) -> BackendMemory {
+        self.backend.memory()
     }
 
     pub(crate) fn stats(&mut self) -> CacheStats {
@@ -206,6 +215,7 @@ impl Engine {
             most_slots: slots,
             staging_slots: self.pool.shape().staging,
             ring_slots: self.ring.slots(),
+            pinned_slots: self.pool.kept().len(),
             slot_bytes: self.slot_bytes,
             records: self.directory.len(),
             layers: layers.collect(),
@@ -306,9 +316,10 @@ impl Engine {
             }
         }
         let accesses = needs.len() as u64;
-        let (mut hits, mut late) = (0, 0);
+        let (mut hits, mut late, mut pinned) = (0, 0, 0);
         let mut arrived = HashMap::new();
         for need in needs {
+            self.uses[need.record.0 as usize] += 1;
             match self.pool.locate(need.record) {
                 None => match self.in_ring(need.record, &mut arrived)? {
                     None => {
@@ -336,6 +347,7 @@ impl Engine {
                         split.late.push(need.at(located.slot));
                     } else {
                         hits += 1;
+                        pinned += u64::from(self.pool.is_kept(need.record));
                         split.hits.push(need.at(located.slot));
                     }
                 }
@@ -346,6 +358,7 @@ impl Engine {
         counts.hits += hits;
         counts.misses += accesses - hits;
         counts.late += late;
+        counts.pinned_hits += pinned;
         self.stats.steps += 1;
         self.stats.steps_with_transfer += u64::from(!split.missing.is_empty());
         Ok(split)

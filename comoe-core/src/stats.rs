@@ -18,6 +18,8 @@ pub struct LayerStats {
     pub misses: u64,
     /// Misses that were already on their way.
     pub late: u64,
+    /// Hits on records that stay for good ([`CacheOptions::pinned`](crate::CacheOptions::pinned)).
+    pub pinned_hits: u64,
     /// Records prefetched for this layer that were used.
     pub prefetch_used: u64,
     /// Records prefetched for this layer that were dropped unused.
@@ -43,6 +45,8 @@ pub struct CacheStats {
     pub staging_slots: usize,
     /// Slots of the ring that a prompt's records pass through, on top.
     pub ring_slots: usize,
+    /// Slots whose record stays for good, among the slots.
+    pub pinned_slots: usize,
     /// Bytes of one slot.
     pub slot_bytes: usize,
     /// Records in the store.
@@ -106,6 +110,11 @@ impl CacheStats {
     /// Misses that were already on their way, all layers.
     pub fn late(&self) -> u64 {
         self.sum(|l| l.late)
+    }
+
+    /// Hits on records that stay for good, all layers.
+    pub fn pinned_hits(&self) -> u64 {
+        self.sum(|l| l.pinned_hits)
     }
 
     /// Hits per access, 0 to 1; 1 before the first access.
@@ -193,6 +202,15 @@ impl fmt::Display for CacheStats {
             self.misses(),
             self.late()
         )?;
+        if self.pinned_slots > 0 {
+            writeln!(
+                f,
+                "pinned   {} experts, {} of the {} hits",
+                self.pinned_slots,
+                self.pinned_hits(),
+                self.hits()
+            )?;
+        }
         let by_layer: Vec<_> = self
             .layers
             .iter()

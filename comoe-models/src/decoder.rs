@@ -4,9 +4,10 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use candle_core::{DType, Device, Tensor};
 use comoe_core::backend::MOST_DEVICE_TOKENS;
+use comoe_core::plan::MemoryPlan;
 use comoe_core::{ExpertCache, TokenOutcome};
 
-use crate::arch::{DecoderPlan, RopePlan, TensorNames};
+use crate::arch::{DecoderPlan, RopePlan};
 use crate::blocks::attention::Attention;
 use crate::blocks::conv::ShortConv;
 use crate::blocks::ffn::DenseFfn;
@@ -22,7 +23,8 @@ use crate::blocks::stale_gate;
 use crate::blocks::step::Step;
 use crate::chunk::chunk_tokens;
 use crate::error::{Error, Result};
-use crate::load::{Builder, DenseWeights, DeviceMemory, KvFormat};
+use crate::load::{Builder, DenseWeights, KvFormat};
+use crate::memory::Memory;
 
 /// For which tokens of a step logits are wanted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -55,7 +57,7 @@ pub struct Decoder {
     kv_format: KvFormat,
     device: Device,
     notes: Vec<String>,
-    memory: Option<DeviceMemory>,
+    pub(crate) memory: Memory,
 }
 
 struct Layer {
@@ -116,9 +118,7 @@ impl Decoder {
             }
         }
         let (hidden, names) = (plan.hidden, &plan.names);
-        let embedded = |root: &str| weights.contains(&format!("{root}{}.weight", names.embedding));
-        let root = TensorNames::ROOTS.into_iter().find(|(root, _)| embedded(root));
-        let (root, head_root) = root.unwrap_or(TensorNames::ROOTS[0]);
+        let (root, head_root) = weights.roots(&plan);
         let prefill = PrefillAttention::load(device, dtype)?;
         let mut build = Builder { weights, plan: &plan, prefix: root.to_owned(), prefill };
         let embedding = build.tensor(&format!("{}.weight", names.embedding), &[plan.vocab, hidden])?;
@@ -190,7 +190,7 @@ impl Decoder {
             kv_format: KvFormat::Plain,
             device,
             notes,
-            memory: None,
+            memory: Memory { dense: weights.held_bytes(), ..Memory::default() },
         })
     }
 
@@ -218,14 +218,15 @@ impl Decoder {
         self
     }
 
-    pub(crate) fn with_memory(mut self, memory: Option<DeviceMemory>) -> Self {
-        self.memory = memory;
+    /// With what was planned for its memory, and what of a GPU's was free then.
+    pub(crate) fn with_plan(mut self, plan: Option<MemoryPlan>, free: Option<u64>) -> Self {
+        (self.memory.plan, self.memory.free) = (plan, free);
         self
     }
 
-    /// What was planned for the GPU's memory; `None` elsewhere.
-    pub fn memory(&self) -> Option<&DeviceMemory> {
-        self.memory.as_ref()
+    /// What was planned for its memory before it was loaded; `None` for one that was put together otherwise.
+    pub fn memory_plan(&self) -> Option<&MemoryPlan> {
+        self.memory.plan.as_ref()
     }
 
     /// What the dense part computes in.
@@ -293,7 +294,9 @@ impl Decoder {
     /// # Errors
     /// When the device has no memory for it.
     pub fn new_kv(&self) -> Result<KvCache> {
-        KvCache::new(&self.plan, self.context, self.dtype, self.kv_format, &self.device)
+        let kv = KvCache::new(&self.plan, self.context, self.dtype, self.kv_format, &self.device)?;
+        let bytes = kv.bytes();
+        Ok(kv.counted(self.memory.kv.hold(bytes)))
     }
 
     /// Runs `ids`, which follow the tokens in `kv`, and appends them to it. Logits in F32, `[1, vocab]` or

@@ -70,6 +70,7 @@ pub mod generate;
 mod gguf_writer;
 mod grow;
 pub mod load;
+mod memory;
 mod model;
 #[cfg(test)]
 mod model_tests;
@@ -82,6 +83,9 @@ pub use decode_graph::{DeviceSteps, PartTime};
 pub use decoder::{Decoder, Rows};
 pub use error::{Error, Result};
 pub use generate::{Event, Finish, GenerateOptions, Generation, Session, Timings};
-pub use load::{DEFAULT_CONTEXT, DenseFormat, DeviceMemory, KvFormat, LoadOptions, Progress};
+pub use load::{
+    DEFAULT_CONTEXT, DEVICE_MARGIN, DenseFormat, KvFormat, KvPart, LoadOptions, ModelPlan, Progress, Target,
+};
+pub use memory::{MeasuredMemory, NowAndPeak};
 pub use model::Model;
 pub use sampler::{Sampler, SamplerOptions};

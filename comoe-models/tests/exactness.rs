@@ -89,7 +89,7 @@ fn mxfp4() {
 fn long_answers(model: &Model, n: usize) -> (Vec<u32>, Option<String>, Vec<u32>) {
     let prompt = model.tokenizer().encode("<|im_start|>user\nTell me a story.<|im_end|>\n", false).unwrap();
     let mut session = model.session().unwrap();
-    let mut ask = |session: &mut Session<'_>, n| {
+    let ask = |session: &mut Session<'_>, n| {
         let options = GenerateOptions { max_tokens: Some(n), ..GenerateOptions::default() };
         session.generate(&prompt, &options, &mut |_| ControlFlow::Continue(())).unwrap()
     };

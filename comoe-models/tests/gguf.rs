@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use candle_core::Device;
 use comoe_core::ExpertFormat;
 use comoe_core::store::{ARCHITECTURES, Checkpoint};
-use comoe_models::{Decoder, GenerateOptions, LoadOptions, Message, Model, Rows};
+use comoe_models::{Decoder, GenerateOptions, LoadOptions, Message, Model, ModelPlan, Rows, Target};
 use half::{bf16, f16};
 use serde_json::Value;
 
@@ -466,6 +466,11 @@ fn every_architecture_gives_the_logits_of_its_safetensors_folder() {
         let (ours, theirs) = (open(&path), open(&folder));
         let ids: Vec<u32> = (0..24).map(|i| (i * 37 + 11) % 96).collect();
         assert!(bits(&ours, &ids) == bits(&theirs, &ids), "{fixture}");
+        let (options, target) = (LoadOptions::default(), Target { on_gpu: false, batch: 1 });
+        let planned = ModelPlan::open(&path, target, &options).unwrap();
+        let loaded = ours.memory_plan().unwrap();
+        let room = options.cache.room(&Device::Cpu).unwrap().unwrap();
+        assert_eq!(planned.memory(&room, &options.cache).unwrap().device, loaded.device, "{fixture}");
     }
 }
 

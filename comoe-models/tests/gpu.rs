@@ -20,6 +20,8 @@ mod graph;
 mod kernels;
 #[path = "gpu/kv_format.rs"]
 mod kv_format;
+#[path = "gpu/memory.rs"]
+mod memory;
 #[path = "gpu/prefill.rs"]
 mod prefill;
 #[path = "gpu/synthetic.rs"]

@@ -1,5 +1,7 @@
 //! Requests to the hub: what a repository holds, and the bytes of its files.
 
+use std::io::Read;
+use std::ops::Range;
 use std::time::Duration;
 
 use hf_hub::api::sync::ApiBuilder;
@@ -156,7 +158,7 @@ impl Client {
         from: u64,
     ) -> std::result::Result<Opened, Failure> {
         let url = self.url(&file.path, commit);
-        let answer = self.get(&url, Some(from))?;
+        let answer = self.get(&url, Some(format!("bytes={from}-")))?;
         let from = match answer.status() {
             StatusCode::PARTIAL_CONTENT => range_start(answer.headers()).ok_or_else(|| Error::BadAnswer {
                 url: url.clone(),
@@ -166,6 +168,37 @@ impl Client {
             _ => 0,
         };
         Ok(Opened { from, body: answer.into_body(), url })
+    }
+
+    /// The bytes of a file in `range`, which lies in it.
+    pub(super) fn part(&self, file: &RemoteFile, commit: &str, range: Range<u64>) -> Result<Vec<u8>> {
+        if range.is_empty() {
+            return Ok(Vec::new());
+        }
+        let url = self.url(&file.path, commit);
+        let length = range.end - range.start;
+        self.patiently(|| {
+            let answer = self.get(&url, Some(format!("bytes={}-{}", range.start, range.end - 1)))?;
+            let whole = answer.status() != StatusCode::PARTIAL_CONTENT;
+            if !whole && range_start(answer.headers()) != Some(range.start) {
+                let reason = format!("another part of the file than from byte {} on", range.start);
+                return Err(Error::BadAnswer { url: url.clone(), reason }.into());
+            }
+            let again = |reason: String| Failure::Again { url: url.clone(), reason, after: None };
+            let mut body = answer.into_body();
+            let mut reader = body.as_reader();
+            if whole {
+                // The server does not give parts: what comes before is passed over.
+                std::io::copy(&mut reader.by_ref().take(range.start), &mut std::io::sink())
+                    .map_err(|e| again(e.to_string()))?;
+            }
+            let mut bytes = Vec::new();
+            reader.take(length).read_to_end(&mut bytes).map_err(|e| again(e.to_string()))?;
+            match bytes.len() as u64 == length {
+                true => Ok(bytes),
+                false => Err(again("the answer ended early".to_owned())),
+            }
+        })
     }
 
     fn url(&self, path: &str, commit: &str) -> String {
@@ -179,11 +212,11 @@ impl Client {
         }
     }
 
-    fn get(&self, url: &str, from: Option<u64>) -> std::result::Result<Response<Body>, Failure> {
+    fn get(&self, url: &str, range: Option<String>) -> std::result::Result<Response<Body>, Failure> {
         let mut request = self.authorized(self.agent.get(url));
-        if let Some(from) = from {
+        if let Some(range) = range {
             // Ranges count the bytes as stored: no compression on the way.
-            request = request.header("range", format!("bytes={from}-")).header("accept-encoding", "identity");
+            request = request.header("range", range).header("accept-encoding", "identity");
         }
         self.judged(url, request.call().map_err(|e| failed(url, e))?)
     }

@@ -9,6 +9,7 @@ mod client;
 mod content;
 mod error;
 mod fetch;
+mod headers;
 mod name;
 mod progress;
 mod retry;
@@ -23,9 +24,10 @@ use indicatif::HumanDuration;
 
 use self::cache::ModelCache;
 pub(crate) use self::cache::{Cached, cached, name_of_snapshot};
-use self::client::{Client, RemoteFile};
+use self::client::{Client, Listing, RemoteFile};
 pub(crate) use self::error::Error;
 use self::fetch::Fetch;
+pub(crate) use self::headers::HeadersFolder;
 pub(crate) use self::name::RepoName;
 use self::progress::Progress;
 pub(crate) use self::select::missing;
@@ -83,42 +85,101 @@ fn offline(places: &HubPlaces, name: &RepoName, missing: String) -> Result<()> {
     }
 }
 
-fn fetch(places: &HubPlaces, name: &RepoName, quiet: bool) -> Result<PathBuf> {
-    let client = Client::new(places, name.clone())?;
-    let cache = ModelCache::new(&places.cache, name);
-    let listing = client.list()?;
-    let commit = listing.commit.as_str();
-    let paths = || listing.files.iter().map(|f| f.path.as_str()).filter(|p| select::safe(p));
-    let no_model = |reason| Error::NoModel { repo: name.to_string(), reason };
-    let describe = |wanted: &[&str]| -> Result<Vec<RemoteFile>> {
-        let listed = listing.files.iter().filter(|f| wanted.contains(&f.path.as_str()));
-        Ok(listed.map(|f| client.complete(f, commit)).collect::<std::result::Result<_, _>>()?)
-    };
+/// A repository whose model can run, as far as its configuration tells: that is here, and its index.
+struct Known {
+    client: Client,
+    cache: ModelCache,
+    listing: Listing,
+    /// Small files to take, the configuration among them.
+    small: Vec<String>,
+    /// Files with weights.
+    weights: Vec<String>,
+}
 
-    // A model that cannot run is refused before its weights are fetched.
-    let small = select::small(paths());
-    if !small.contains(&select::CONFIG) {
-        let reason = select::weights(paths(), None).err();
-        let reason = reason.unwrap_or_else(|| format!("it has no {}", select::CONFIG));
-        return Err(no_model(reason).into());
+impl Known {
+    /// Asks the hub. A model that cannot run is refused before its weights are fetched.
+    fn ask(places: &HubPlaces, name: &RepoName) -> Result<Self> {
+        let client = Client::new(places, name.clone())?;
+        let cache = ModelCache::new(&places.cache, name);
+        let listing = client.list()?;
+        let paths = || listing.files.iter().map(|f| f.path.as_str()).filter(|p| select::safe(p));
+        let no_model = |reason| Error::NoModel { repo: name.to_string(), reason };
+        let small = select::small(paths());
+        if !small.contains(&select::CONFIG) {
+            let reason = select::weights(paths(), None).err();
+            let reason = reason.unwrap_or_else(|| format!("it has no {}", select::CONFIG));
+            return Err(no_model(reason).into());
+        }
+        let commit = listing.commit.as_str();
+        let first: Vec<&str> =
+            small.iter().copied().filter(|f| [select::CONFIG, select::INDEX].contains(f)).collect();
+        let first = describe(&client, &listing, &first)?;
+        let progress = Progress::new(first.len(), first.iter().map(|f| f.size).sum(), true);
+        let bytes = first.iter().map(|f| f.size).fold(0, u64::saturating_add);
+        check_space(name, &cache.snapshot(commit), bytes)?;
+        Fetch { client: &client, cache: &cache, commit, progress: &progress }.all(&first)?;
+        let snapshot = cache.snapshot(commit);
+        arch::plan(&ConfigFile::of_model(&snapshot)?)?;
+        let index = small.contains(&select::INDEX).then(|| snapshot.join(select::INDEX));
+        let index =
+            index.map(|path| std::fs::read_to_string(&path).map_err(|source| Error::Io { path, source }));
+        let weights = select::weights(paths(), index.transpose()?.as_deref()).map_err(no_model)?;
+        let owned = |files: Vec<&str>| files.into_iter().map(str::to_owned).collect();
+        let (small, weights) = (owned(small), owned(weights));
+        Ok(Self { client, cache, listing, small, weights })
     }
-    let first: Vec<&str> =
-        small.iter().copied().filter(|f| [select::CONFIG, select::INDEX].contains(f)).collect();
-    let first = describe(&first)?;
-    let progress = Progress::new(first.len(), first.iter().map(|f| f.size).sum(), true);
-    check_space(name, &cache.snapshot(commit), first.iter().map(|f| f.size).fold(0, u64::saturating_add))?;
-    Fetch { client: &client, cache: &cache, commit, progress: &progress }.all(&first)?;
-    let snapshot = cache.snapshot(commit);
-    arch::plan(&ConfigFile::of_model(&snapshot)?)?;
-    let index = small.contains(&select::INDEX).then(|| snapshot.join(select::INDEX));
-    let index = index.map(|path| std::fs::read_to_string(&path).map_err(|source| Error::Io { path, source }));
-    let weights = select::weights(paths(), index.transpose()?.as_deref()).map_err(no_model)?;
 
-    let mut files = describe(&small)?;
-    files.extend(describe(&weights)?);
+    fn describe(&self, files: &[String]) -> Result<Vec<RemoteFile>> {
+        describe(&self.client, &self.listing, &files.iter().map(String::as_str).collect::<Vec<_>>())
+    }
+}
+
+/// Sizes and contents of files.
+fn describe(client: &Client, listing: &Listing, wanted: &[&str]) -> Result<Vec<RemoteFile>> {
+    let listed = listing.files.iter().filter(|f| wanted.contains(&f.path.as_str()));
+    let described = listed.map(|f| client.complete(f, &listing.commit));
+    Ok(described.collect::<std::result::Result<_, _>>()?)
+}
+
+/// A model to plan for: its folder in the cache when it is whole, else its configuration and headers alone, fetched to a
+/// folder that goes with the result.
+///
+/// # Errors
+/// As [`find`].
+pub(crate) fn headers(name: &RepoName, quiet: bool) -> Result<std::result::Result<PathBuf, HeadersFolder>> {
+    let places = HubPlaces::from_env()?;
+    let missing = match ModelCache::new(&places.cache, name).whole() {
+        Ok(folder) => return Ok(Ok(folder)),
+        Err(missing) => missing,
+    };
+    offline(&places, name, missing)?;
+    let known = Known::ask(&places, name)?;
+    let snapshot = known.cache.snapshot(&known.listing.commit);
+    let small = [select::CONFIG, select::INDEX].map(|f| snapshot.join(f));
+    let small: Vec<PathBuf> = small.into_iter().filter(|path| path.is_file()).collect();
+    let weights = known.describe(&known.weights)?;
+    let folder = HeadersFolder::fetch(&known.client, &known.listing.commit, &small, &weights)?;
+    if !quiet {
+        let (files, bytes) = (weights.len(), weights.iter().map(|f| f.size).fold(0, u64::saturating_add));
+        say!(
+            "{name}: {} of headers fetched, of {files} files with {}",
+            human_bytes(folder.fetched),
+            human_bytes(bytes)
+        );
+    }
+    Ok(Err(folder))
+}
+
+fn fetch(places: &HubPlaces, name: &RepoName, quiet: bool) -> Result<PathBuf> {
+    let known = Known::ask(places, name)?;
+    let Known { client, cache, listing, small, weights } = &known;
+    let commit = listing.commit.as_str();
+    let snapshot = cache.snapshot(commit);
+    let mut files = known.describe(small)?;
+    files.extend(known.describe(weights)?);
     let bytes = files.iter().map(|f| f.size).fold(0, u64::saturating_add);
     let progress = Progress::new(files.len(), bytes, quiet);
-    let fetch = Fetch { client: &client, cache: &cache, commit, progress: &progress };
+    let fetch = Fetch { client, cache, commit, progress: &progress };
     let lacking = fetch.lacking(&files);
     check_space(name, &snapshot, lacking)?;
     if lacking > 0 && !quiet {

@@ -5,8 +5,7 @@ use std::path::Path;
 
 use comoe_core::store::Directory;
 use comoe_core::trace::{Contents, Phase, Recorder, TraceInfo};
-use comoe_models::arch;
-use comoe_models::load::ConfigFile;
+use comoe_models::ModelPlan;
 
 use super::args::RecordArgs;
 use super::name;
@@ -63,8 +62,12 @@ impl Recording {
 
 /// The experts of the model in `folder`, by its config alone; record sizes are not known from that, and are 1.
 pub(super) fn experts_of(folder: &Path) -> Result<Directory> {
-    let folder = model_path::find(Some(folder), false)?;
-    let plan = arch::plan(&ConfigFile::of_model(&folder)?)?;
+    experts_in(&model_path::find(Some(folder), false)?)
+}
+
+/// The same of the model at `path`.
+pub(crate) fn experts_in(path: &Path) -> Result<Directory> {
+    let plan = ModelPlan::decoder_of(path)?;
     Directory::new(plan.moe_layers().map(|(layer, moe)| (layer, moe.experts, 1))).map_err(Error::core)
 }
 
@@ -98,7 +101,7 @@ pub(crate) fn run(args: &RecordArgs) -> Result<()> {
     // It borrows the recording to its very end.
     drop(talk);
     recording.finish(&loaded, args.quiet)?;
-    loaded.keep_predictor_table();
+    loaded.keep_learned();
     Ok(())
 }
 

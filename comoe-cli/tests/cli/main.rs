@@ -11,6 +11,8 @@ mod logits;
 mod memory;
 mod models;
 mod pack;
+mod pins;
+mod plan;
 mod predictor;
 mod program;
 #[cfg(target_os = "linux")]

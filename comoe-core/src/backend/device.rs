@@ -162,7 +162,8 @@ impl RoutingFault {
 
 /// Steps whose schedule runs on the device: least recently used, or [`Lfru`](crate::policy::Lfru) where the residency
 /// that it took over has counts, within the partitions of a [`PoolShape`] without staging. The set is accessed in order
-/// of first use; no member gives up its slot for another; a member that finds no slot is read without being stored.
+/// of first use; no member gives up its slot for another, nor does a record that the residency says is kept; a member that
+/// finds no slot is read without being stored.
 ///
 /// The caller guarantees: `take_over` comes before any `step`, with every queue of the backend empty; between that and
 /// the last `step` nobody else fills slots.
@@ -202,6 +203,12 @@ pub trait DeviceDriver {
     /// # Errors
     /// What went wrong in any of them.
     fn counters(&mut self) -> Result<Vec<DeviceCounters>>;
+
+    /// Waits for the steps so far, and returns how often they have used each record since the driver was made.
+    ///
+    /// # Errors
+    /// What went wrong in any of them.
+    fn uses(&mut self) -> Result<Vec<u64>>;
 }
 
 #[cfg(test)]

@@ -125,6 +125,17 @@ pub struct BackendInfo {
     pub page_locked: Option<u64>,
 }
 
+/// Device memory that a backend holds, in bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct BackendMemory {
+    /// Slots, those of staging and ring among them.
+    pub slots: u64,
+    /// Activations of steps; grows to the largest so far.
+    pub workspace: u64,
+    /// Tables, and what steps of few tokens use again and again.
+    pub buffers: u64,
+}
+
 /// Time that a backend has spent on transfers since it was made.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct TransferTime {
@@ -225,6 +236,11 @@ pub trait Backend: Send {
     /// When `stored` is no such record.
     fn slot_image<'a>(&self, _record: RecordIndex, stored: &'a [u8]) -> Result<Cow<'a, [u8]>> {
         Ok(Cow::Borrowed(stored))
+    }
+
+    /// Device memory that it holds now; zeros where it does not say.
+    fn memory(&self) -> BackendMemory {
+        BackendMemory::default()
     }
 
     /// Time spent so far.

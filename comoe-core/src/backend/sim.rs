@@ -15,7 +15,8 @@ use candle_core::Tensor;
 
 use super::cpu::Step;
 use super::{
-    Backend, BackendInfo, Chunks, DeviceDriver, Fill, Queue, SlotId, Ticket, TransferTime, Work, WorkItem,
+    Backend, BackendInfo, BackendMemory, Chunks, DeviceDriver, Fill, Queue, SlotId, Ticket, TransferTime,
+    Work, WorkItem,
 };
 use crate::error::{Error, Result};
 use crate::store::{RecordIndex, RecordSource};
@@ -417,6 +418,10 @@ impl Backend for SimBackend {
     fn write_slot(&mut self, slot: SlotId, bytes: &[u8]) -> Result<()> {
         self.slab[slot.0 as usize * self.slot_bytes..][..bytes.len()].copy_from_slice(bytes);
         Ok(())
+    }
+
+    fn memory(&self) -> BackendMemory {
+        BackendMemory { slots: self.slab.len() as u64, ..BackendMemory::default() }
     }
 
     fn transfer_time(&self) -> TransferTime {

@@ -4,7 +4,6 @@ use std::sync::{Arc, Mutex};
 
 use candle_core::Device;
 
-use super::options::Room;
 use super::token::Turns;
 use super::{CacheOptions, Capacity, Core, ExpertCache, RecordCache, Scope};
 use crate::backend::cpu::CpuBackend;
@@ -12,10 +11,10 @@ use crate::backend::cuda::CudaOptions;
 use crate::backend::{Backend, DriverKind, MOST_DEVICE_TOKENS};
 use crate::error::{Error, Result};
 use crate::policy::PolicyKind;
-use crate::pool::Pool;
+use crate::pool::{Pool, PoolShape};
 use crate::predict::{Correlation, EvidenceGate, GateOptions, Predictor, Prefetch, StaleGate};
 use crate::schedule::{Engine, PrefetchEngine, PrefetchTrigger, Rules};
-use crate::store::{ExpertStore, RecordSource};
+use crate::store::{Directory, ExpertStore, RecordIndex, RecordSource};
 
 /// Builds a cache; see [`ExpertCache::builder`] and [`RecordCache::builder`].
 #[must_use]
@@ -124,7 +123,7 @@ impl<S> CacheBuilder<S> {
             Device::Cuda(_) => cuda.slot_bytes(&directory),
             _ => directory.largest_record(),
         };
-        let room = Room::of(&device, options.reserve)?;
+        let room = options.room(&device)?;
         let mut layout = options.layout(&directory, slot_bytes, room.as_ref())?;
         let backend = match backend {
             Some(backend) => backend,
@@ -137,6 +136,7 @@ impl<S> CacheBuilder<S> {
         let policy = options.policy.in_force(layout.shape.slots() == records, may_drive);
         let sharing = directory.layers().len().div_ceil(layout.shape.partitions.len().max(1));
         let per_token = options.top_k.max(1) * sharing;
+        let pool_shape = layout.shape.clone();
         let pool = Pool::new(layout.shape, records, |slots| policy.build(slots, records, per_token));
         let experts: Vec<usize> = directory.layers().iter().map(|e| e.experts).collect();
         let (trigger, width) = (options.prefetch_trigger, options.prefetch_width());
@@ -157,6 +157,11 @@ impl<S> CacheBuilder<S> {
         if let (Some(reason), true) = (engine.fixed(), device.is_cuda()) {
             layout.notes.push(format!("the number of slots is fixed: {reason}"));
         }
+        let (pins, left_out) = pins(&options, &directory, &pool_shape)?;
+        if let Some(note) = left_out {
+            layout.notes.push(note);
+        }
+        engine.keep(&pins)?;
         let drives = drive(options.driver, policy, &mut engine, of_experts);
         let driver = if drives.is_ok() { DriverKind::Device } else { DriverKind::Host };
         match drives {
@@ -190,6 +195,41 @@ impl<S> CacheBuilder<S> {
         };
         Ok((core, store))
     }
+}
+
+/// Which of the experts asked for stay for good, and a note where those are not all.
+///
+/// # Errors
+/// [`Error::UnknownExpert`].
+fn pins(
+    options: &CacheOptions,
+    directory: &Directory,
+    shape: &PoolShape,
+) -> Result<(Vec<RecordIndex>, Option<String>)> {
+    let asked = options.pinned.len();
+    if shape.slots() == directory.len() {
+        let note = "every expert has a slot, so none is pinned".to_owned();
+        return Ok((Vec::new(), (asked > 0).then_some(note)));
+    }
+    // A token's own experts must find room beside them, or a step goes in waves.
+    let most = |slots: &usize| (slots / 2).min(slots.saturating_sub(options.top_k.max(1)));
+    let mut left: Vec<usize> = shape.partitions.iter().map(most).collect();
+    let (mut pins, mut known) = (Vec::new(), vec![false; directory.len()]);
+    for &id in &options.pinned {
+        let record = directory.record(id)?;
+        let left = &mut left[shape.partition_of[directory.ordinal_of(record)]];
+        if *left > 0 && !std::mem::replace(&mut known[record.0 as usize], true) {
+            *left -= 1;
+            pins.push(record);
+        }
+    }
+    let note = (pins.len() < asked).then(|| {
+        format!(
+            "{} of {asked} experts are pinned: up to half of the slots that a layer competes for",
+            pins.len()
+        )
+    });
+    Ok((pins, note))
 }
 
 /// Lets the device drive, or says why not.

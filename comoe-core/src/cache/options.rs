@@ -1,11 +1,13 @@
 //! How a cache is run: how many slots, who competes for them, what comes early.
 
-use candle_core::Device;
+use candle_core::{Device, DeviceLocation};
 
 use crate::backend::DriverKind;
 use crate::backend::cuda::cuda_memory;
 use crate::error::{Error, Result};
+use crate::expert::ExpertId;
 use crate::machine;
+use crate::plan::{Room, SlotPlan};
 use crate::policy::PolicyKind;
 use crate::pool::PoolShape;
 use crate::predict::Prefetch;
@@ -83,6 +85,12 @@ pub struct CacheOptions {
     /// Device memory that slots leave free, in bytes: for dense weights, KV cache and workspace that come later. On a
     /// GPU, slots that do not fit beside it are refused before anything is loaded.
     pub reserve: u64,
+    /// The most device memory that slots and [`Self::reserve`] may take together, in bytes; what does not fit is refused,
+    /// on the CPU too. Default: what is free.
+    pub budget: Option<u64>,
+    /// Experts that stay in slots for good, most wanted first: they are brought when the cache is built, and are never
+    /// victims. As many as fit half of the slots that a layer competes for; a token's worth stays free for the others.
+    pub pinned: Vec<ExpertId>,
     /// Who drives a step.
     pub driver: DriverKind,
     /// Device memory for the ring that a prompt's records pass through, in bytes, on top of the slots; 0 is none, and
@@ -91,48 +99,33 @@ pub struct CacheOptions {
     pub ring: Option<u64>,
 }
 
-/// Without being asked, the ring takes no more than this part of the slots' memory.
-const MOST_OF_SLOTS: usize = 8;
-
-/// Memory of a device that slots may take.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Room {
-    device: String,
-    free: u64,
-    reserve: u64,
-    /// Whether more than this is refused. Host memory is no hard limit: it holds the page cache too.
-    hard: bool,
-}
-
-impl Room {
-    pub(super) fn of(device: &Device, reserve: u64) -> Result<Option<Self>> {
+impl CacheOptions {
+    /// The memory that slots may take on `device`; `None` where nobody knows.
+    ///
+    /// # Errors
+    /// When the device does not say.
+    pub fn room(&self, device: &Device) -> Result<Option<Room>> {
+        let room = |device: String, free, on_device| Room {
+            device,
+            free,
+            budget: self.budget,
+            reserve: self.reserve,
+            on_device,
+        };
         Ok(match device {
             Device::Cuda(_) => {
-                let (free, _) = cuda_memory(device)?;
-                Some(Self { device: format!("{:?}", device.location()), free, reserve, hard: true })
+                let name = match device.location() {
+                    DeviceLocation::Cuda { gpu_id } => format!("cuda:{gpu_id}"),
+                    other => format!("{other:?}"),
+                };
+                Some(room(name, cuda_memory(device)?.0, true))
             }
-            _ => {
-                let room = |free| Self { device: "this machine".to_owned(), free, reserve, hard: false };
-                machine::ram_available().map(room)
-            }
+            _ => match (machine::ram_available(), self.budget) {
+                // What the page cache holds counts as taken there, so it is no end.
+                (_, Some(_)) => Some(room("this machine".to_owned(), u64::MAX, false)),
+                (free, None) => free.map(|free| room("this machine".to_owned(), free, false)),
+            },
         })
-    }
-
-    /// Slots of `slot_bytes` that fit.
-    fn slots(&self, slot_bytes: usize) -> usize {
-        let bytes = self.free.saturating_sub(self.reserve);
-        usize::try_from(bytes / slot_bytes as u64).unwrap_or(usize::MAX)
-    }
-
-    fn refuse(&self, slots: usize, slot_bytes: usize) -> Error {
-        Error::NoRoom {
-            device: self.device.clone(),
-            slots,
-            asked: slots as u64 * slot_bytes as u64,
-            free: self.free,
-            reserve: self.reserve,
-            most: self.slots(slot_bytes),
-        }
     }
 }
 
@@ -149,84 +142,13 @@ pub(super) struct Layout {
 }
 
 impl CacheOptions {
-    /// Slots for a store, before it is known how they are divided.
-    fn slots(&self, directory: &Directory, slot_bytes: usize, room: Option<&Room>) -> Result<usize> {
-        let all = directory.len();
-        let least = self.top_k.clamp(1, all);
-        if self.capacity == Capacity::Fit {
-            let Some(room) = room else { return Ok(all) };
-            let fit = room.slots(slot_bytes);
-            // With a slot for every record nothing is staged or streamed.
-            let beside = self.staging() + self.ring_of_fit(directory, slot_bytes, room, fit);
-            let slots = if fit >= all { all } else { fit.saturating_sub(beside) };
-            return if slots < least { Err(room.refuse(least, slot_bytes)) } else { Ok(slots) };
-        }
-        let slot_bytes = slot_bytes as u64;
-        let slots = match self.capacity {
-            Capacity::All | Capacity::Fit => all,
-            Capacity::Slots(n) => n,
-            Capacity::Bytes(bytes) => usize::try_from(bytes / slot_bytes).unwrap_or(usize::MAX),
-            Capacity::Fraction(f) if f > 0.0 && f <= 1.0 => (all as f64 * f).round() as usize,
-            Capacity::Fraction(f) => {
-                let reason = format!("a fraction of the experts must be above 0 and at most 1, not {f}");
-                return Err(Error::BadArgument { what: "capacity", reason });
-            }
-        };
-        match self.capacity {
-            Capacity::Bytes(asked) if slots < least => Err(Error::PoolTooSmall {
-                asked,
-                record_bytes: slot_bytes as usize,
-                least: least as u64 * slot_bytes,
-                slots: least,
-            }),
-            _ if slots < least => Err(Error::TooFewSlots { asked: slots, least }),
-            _ => Ok(slots.min(all)),
-        }
-    }
-
-    /// Slots of the ring beside `slots` others.
-    fn ring_slots(
-        &self,
-        directory: &Directory,
-        slot_bytes: usize,
-        room: Option<&Room>,
-        slots: usize,
-    ) -> usize {
-        let all = directory.len();
-        if slots >= all {
-            return 0;
-        }
-        let left = room.map_or(usize::MAX, |room| room.slots(slot_bytes).saturating_sub(slots));
-        match self.ring {
-            Some(bytes) => usize::try_from(bytes / slot_bytes as u64).unwrap_or(usize::MAX).min(all),
-            // Where records are in the same memory anyway, nothing is gained.
-            None if room.is_none_or(|room| !room.hard) => 0,
-            None => directory.layers().iter().map(|e| e.experts).max().unwrap_or(0).min(left),
-        }
-    }
-
-    /// Slots of the ring, when all that fits is shared out.
-    fn ring_of_fit(&self, directory: &Directory, slot_bytes: usize, room: &Room, fit: usize) -> usize {
-        let wanted = self.ring_slots(directory, slot_bytes, Some(room), 0);
-        if self.ring.is_some() { wanted } else { wanted.min(fit / MOST_OF_SLOTS) }
-    }
-
-    /// Staging slots, unless every record has a slot.
-    fn staging(&self) -> usize {
-        match self.prefetch {
-            Prefetch::Off => 0,
-            // Room for what was guessed for this layer and for the next.
-            Prefetch::Correlation | Prefetch::StaleGate | Prefetch::Auto => 2 * self.prefetch_width(),
-        }
-    }
-
     pub(super) fn layout(
         &self,
         directory: &Directory,
         slot_bytes: usize,
         room: Option<&Room>,
     ) -> Result<Layout> {
-        let slots = self.slots(directory, slot_bytes, room)?;
+        let SlotPlan { slots, staging, ring } = SlotPlan::new(self, directory, slot_bytes, room)?;
         let experts: Vec<usize> = directory.layers().iter().map(|e| e.experts).collect();
         let mut notes = Vec::new();
         let resident = slots == directory.len();
@@ -234,17 +156,6 @@ impl CacheOptions {
         if resident && prefetch != Prefetch::Off {
             prefetch = Prefetch::Off;
             notes.push("every expert has a slot, so nothing is prefetched".to_owned());
-        }
-        let staging = if prefetch == Prefetch::Off { 0 } else { self.staging() };
-        let ring = match (self.capacity, room) {
-            (Capacity::Fit, Some(room)) if !resident => {
-                self.ring_of_fit(directory, slot_bytes, room, room.slots(slot_bytes))
-            }
-            _ => self.ring_slots(directory, slot_bytes, room, slots + staging),
-        };
-        let wanted = slots + staging + ring;
-        if let Some(room) = room.filter(|room| room.hard && room.slots(slot_bytes) < wanted) {
-            return Err(room.refuse(wanted, slot_bytes));
         }
         let one_token = experts.len() * self.top_k.max(1);
         let shape = if self.scope == Scope::Global {
@@ -258,7 +169,7 @@ impl CacheOptions {
         } else {
             PoolShape::by_layer(slots, &experts, staging)
         };
-        let ahead = self.ring.map_or_else(|| room.is_some_and(|r| r.hard), |bytes| bytes > 0);
+        let ahead = self.ring.map_or_else(|| room.is_some_and(|r| r.on_device), |bytes| bytes > 0);
         let stream = StreamPlan { ahead, ring_slots: ring };
         let top_k = self.top_k.max(1);
         let least = match shape.partitions.len() < experts.len() {
@@ -268,7 +179,7 @@ impl CacheOptions {
         Ok(Layout { shape, prefetch, stream, least, notes })
     }
 
-    pub(super) fn prefetch_width(&self) -> usize {
+    pub(crate) fn prefetch_width(&self) -> usize {
         self.top_k.max(1)
     }
 }
@@ -279,9 +190,13 @@ mod tests {
 
     const SLOT: usize = 512;
 
+    fn room(free: u64, reserve: u64, on_device: bool) -> Room {
+        Room { device: "gpu".to_owned(), free, budget: None, reserve, on_device }
+    }
+
     fn slots(options: &CacheOptions, free: u64, hard: bool) -> Result<usize> {
         let directory = Directory::new([(0, 8, SLOT), (1, 8, SLOT)]).unwrap();
-        let room = Room { device: "gpu".to_owned(), free, reserve: options.reserve, hard };
+        let room = room(free, options.reserve, hard);
         options.layout(&directory, SLOT, Some(&room)).map(|l| l.shape.slots())
     }
 
@@ -309,7 +224,7 @@ mod tests {
     fn the_ring_takes_what_slots_leave_and_no_more_than_a_layer_unless_asked() {
         let directory = Directory::new([(0, 8, SLOT), (1, 8, SLOT)]).unwrap();
         let layout = |options: &CacheOptions, free: usize, hard| {
-            let room = Room { device: "gpu".to_owned(), free: (free * SLOT) as u64, reserve: 0, hard };
+            let room = room((free * SLOT) as u64, 0, hard);
             options.layout(&directory, SLOT, Some(&room)).map(|l| (l.stream.ahead, l.stream.ring_slots))
         };
         let four = CacheOptions { capacity: Capacity::Slots(4), ..CacheOptions::default() };

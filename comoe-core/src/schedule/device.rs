@@ -25,6 +25,8 @@ pub(super) struct Drive {
     pub(super) brought_bytes: u64,
     /// The device's counters when the cache's began.
     base: Vec<DeviceCounters>,
+    /// How often the device had used each record then.
+    base_uses: Vec<u64>,
 }
 
 impl Engine {
@@ -79,7 +81,7 @@ impl Engine {
         let (assignments, shape) = (tokens * top_k, self.pool.shape());
         let has_slots = || {
             let mut layers = self.directory.layers().iter().zip(&shape.partition_of);
-            layers.all(|(layer, &p)| assignments.min(layer.experts) <= shape.partitions[p])
+            layers.all(|(layer, &p)| assignments.min(layer.experts) <= self.pool.leaving(p))
         };
         self.drive.offered
             && tokens <= MOST_DEVICE_TOKENS
@@ -177,6 +179,16 @@ impl Engine {
             stats.records_moved += accesses - hits;
             bytes += (accesses - hits) * self.directory.layers()[i].record_bytes as u64;
         }
+        if stats.pinned_slots > 0 {
+            let uses = self.device_uses();
+            for record in self.pool.kept() {
+                let r = record.0 as usize;
+                let then = self.drive.base_uses.get(r).copied().unwrap_or(0);
+                let since = uses.get(r).map_or(0, |n| n.saturating_sub(then));
+                // What stays is always hit.
+                stats.layers[self.directory.ordinal_of(record)].pinned_hits += since;
+            }
+        }
         stats.bytes_moved += bytes;
         // What the host brought, its copy queue has timed.
         stats.read_through_bytes += bytes.saturating_sub(self.drive.brought_bytes);
@@ -184,6 +196,7 @@ impl Engine {
 
     pub(super) fn reset_device_counts(&mut self) {
         self.drive.base = self.device_counters().unwrap_or_default();
+        self.drive.base_uses = self.device_uses();
         self.drive.brought_bytes = 0;
     }
 
@@ -193,5 +206,13 @@ impl Engine {
             return None;
         }
         self.guarded(|this| this.driver()?.counters()).ok()
+    }
+
+    /// How often device-driven steps have used each record; empty where there were none.
+    pub(super) fn device_uses(&mut self) -> Vec<u64> {
+        match self.drive.offered {
+            true => self.guarded(|this| this.driver()?.uses()).unwrap_or_default(),
+            false => Vec::new(),
+        }
     }
 }

@@ -13,6 +13,7 @@ mod summary;
 pub(crate) mod testing;
 #[cfg(test)]
 mod tests;
+mod uses;
 
 use std::io::Read;
 use std::path::Path;
@@ -21,6 +22,7 @@ pub use builder::{Choice, TraceBuilder};
 pub use file::{Contents, MAGIC, TraceWriter, VERSION};
 pub use recorder::{Recorder, Routed, RoutingObserver};
 pub use summary::{LayerSummary, Summary};
+pub use uses::ExpertUses;
 
 use crate::error::{Error, Result, TracePlace};
 use crate::store::Directory;

@@ -1,6 +1,7 @@
 //! What every backend must do, whatever it is: run by `backends.rs` for the CPU and the simulation, and by `gpu.rs` for
 //! CUDA. A backend is given as a function from a source to itself.
 
+mod pins;
 mod resize;
 mod tokens;
 
@@ -239,6 +240,7 @@ pub(crate) fn all(device: &Device, make: Make<'_>) {
     output_never_depends_on_the_pool(device, make);
     all_that_a_step_misses_moves_in_one_transfer(device, make);
     what_one_driver_brought_the_other_finds(device, make);
+    pins::pinned_experts_never_leave(device, make);
     gathers_what_was_asked_for(device, make);
     slots_hold_copies(device, make);
     a_failing_source_names_the_expert(device, make);

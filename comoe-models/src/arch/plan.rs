@@ -73,15 +73,7 @@ impl DecoderPlan {
 
     /// Bytes of KV cache for one token, at `element` bytes a value of the model's dtype.
     pub fn kv_bytes_per_token(&self, element: usize, format: KvFormat) -> usize {
-        let bytes = |l: &LayerPlan| {
-            let (heads, key, value) = l.mixer.cached();
-            match l.mixer.kept_in(format) {
-                KvFormat::Plain => heads * (key + value) * element,
-                // A scale for each of both.
-                KvFormat::Int8 => heads * (key + value + 2 * 2),
-            }
-        };
-        self.layers.iter().map(bytes).sum()
+        self.layers.iter().map(|l| l.mixer.kept_bytes(element, format)).sum()
     }
 }
 
@@ -174,6 +166,16 @@ impl MixerPlan {
         match self {
             Self::Attention(_) => format,
             Self::Latent(_) | Self::Conv(_) => KvFormat::Plain,
+        }
+    }
+
+    /// Bytes that are kept of every token, with `element` bytes for a number in the model's dtype.
+    pub fn kept_bytes(&self, element: usize, format: KvFormat) -> usize {
+        let (heads, key, value) = self.cached();
+        match self.kept_in(format) {
+            KvFormat::Plain => heads * (key + value) * element,
+            // A scale for each of both.
+            KvFormat::Int8 => heads * (key + value + 2 * 2),
         }
     }
 

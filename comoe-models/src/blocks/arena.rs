@@ -21,6 +21,13 @@ impl Arena {
         Self { device: device.clone(), sets: Default::default(), turn: Cell::new(0), next: Cell::new(0) }
     }
 
+    /// Bytes of all buffers.
+    pub(super) fn bytes(&self) -> u64 {
+        let sets = self.sets.iter().map(RefCell::borrow);
+        let bytes = |t: &Tensor| (t.elem_count() * t.dtype().size_in_bytes()) as u64;
+        sets.map(|set| set.iter().flatten().map(bytes).sum::<u64>()).sum()
+    }
+
     /// The other set's turn.
     pub(super) fn turn(&self) {
         self.turn.set(1 - self.turn.get());
@@ -93,6 +100,7 @@ mod tests {
     fn a_buffer_is_as_large_as_it_may_have_to_be() {
         let arena = Arena::new(&Device::Cpu);
         let one = arena.take((1, 3), 12, DType::F32).unwrap();
+        assert_eq!(arena.bytes(), 4 * 12);
         arena.turn();
         arena.turn();
         fill(&arena.take((4, 3), 12, DType::F32).unwrap(), 7.0);

@@ -220,7 +220,7 @@ impl CustomOp3 for Walk<'_> {
         let mut out = vec![0f32; tokens * heads * value_width];
         let work = heads * tokens * seen * (width + value_width);
         // One chunk per token and head, so the result lies as `[tokens, heads * value width]`.
-        let each = |out: &mut [f32], one: &(dyn Fn(&[f32], usize, Seen, &mut [f32]) + Sync)| {
+        let each = |out: &mut [f32], one: &OneHead<'_>| {
             cpu::for_chunks(out, value_width, work, |i, out| {
                 let (t, head) = (i / heads, i % heads);
                 let position = self.position + t;
@@ -255,6 +255,9 @@ impl CustomOp3 for Walk<'_> {
         Ok((CpuStorage::F32(out), (tokens, heads * value_width).into()))
     }
 }
+
+/// Attention of one head of one token: its query, its key head, the positions it sees, the result.
+type OneHead<'a> = dyn Fn(&[f32], usize, Seen, &mut [f32]) + Sync + 'a;
 
 /// A view `[heads, rows, width]` of the cache.
 #[derive(Clone, Copy)]

@@ -77,6 +77,10 @@ impl Fused {
         match *self {}
     }
 
+    pub(crate) fn held_bytes(&self) -> u64 {
+        match *self {}
+    }
+
     pub(crate) fn forget_errors(&self) -> Result<()> {
         match *self {}
     }

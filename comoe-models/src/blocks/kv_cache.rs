@@ -6,6 +6,7 @@ use super::int8_rows::Int8Rows;
 use crate::arch::DecoderPlan;
 use crate::error::{Error, Result};
 use crate::load::KvFormat;
+use crate::memory::Held;
 
 /// What the layers keep of one sequence's tokens: keys and values, `[kv_heads, capacity, width]` each; written in
 /// place, and moved only by [`Self::set_capacity`]. Layers without keys and values keep what they need in their place.
@@ -17,6 +18,8 @@ pub struct KvCache {
     place: Option<Place>,
     /// Bytes that the experts' slots gave up for it.
     pub(crate) lent: u64,
+    /// Its bytes, counted while it lives.
+    held: Option<Held>,
 }
 
 /// The position as kernels of fused steps read it.
@@ -131,7 +134,13 @@ impl KvCache {
             Device::Cuda(_) => Some(Place { buffer: Tensor::zeros(1, DType::U32, device)?, holds: Some(0) }),
             _ => None,
         };
-        Ok(Self { layers: layers.collect::<Result<_>>()?, len: 0, capacity, place, lent: 0 })
+        Ok(Self { layers: layers.collect::<Result<_>>()?, len: 0, capacity, place, lent: 0, held: None })
+    }
+
+    /// Counted as these bytes.
+    pub(crate) fn counted(mut self, held: Held) -> Self {
+        self.held = Some(held);
+        self
     }
 
     /// Tokens held.
@@ -186,7 +195,16 @@ impl KvCache {
             moved()?;
         }
         self.capacity = capacity;
+        let bytes = self.bytes();
+        if let Some(held) = &mut self.held {
+            held.set(bytes);
+        }
         Ok(())
+    }
+
+    /// Bytes of all that layers keep.
+    pub(crate) fn bytes(&self) -> u64 {
+        self.tensors().map(|t| (t.elem_count() * t.dtype().size_in_bytes()) as u64).sum()
     }
 
     /// All that layers keep, `[heads, capacity, width]` each and scales `[heads, capacity]`, first layer first. For tests
@@ -212,7 +230,10 @@ impl KvCache {
     pub(crate) fn largest_layer(&self) -> usize {
         let bytes = |kept: &Cached| {
             let (rows, scales) = kept.parts();
-            std::iter::once(rows).chain(scales).map(|t| t.elem_count() * t.dtype().size_in_bytes()).sum::<usize>()
+            std::iter::once(rows)
+                .chain(scales)
+                .map(|t| t.elem_count() * t.dtype().size_in_bytes())
+                .sum::<usize>()
         };
         let of = |l: &LayerKv| bytes(&l.k) + l.v.as_ref().map_or(0, bytes);
         self.layers.iter().map(of).max().unwrap_or(0)

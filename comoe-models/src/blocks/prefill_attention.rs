@@ -11,10 +11,7 @@ const LEAST_TOKENS: usize = 33;
 
 /// Whether the kernel takes heads of such keys and values in `dtype`.
 pub(crate) fn takes_heads(dtype: DType, key_width: usize, value_width: usize) -> bool {
-    cfg!(feature = "cuda")
-        && dtype == DType::BF16
-        && key_width == value_width
-        && matches!(key_width, 64 | 128)
+    dtype == DType::BF16 && key_width == value_width && matches!(key_width, 64 | 128)
 }
 
 /// How queries look at keys.

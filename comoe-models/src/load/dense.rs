@@ -8,7 +8,7 @@ use half::f16;
 use safetensors::Dtype;
 
 use super::{DenseFormat, Progress};
-use crate::arch::DecoderPlan;
+use crate::arch::{DecoderPlan, RouterPrecision, TensorNames};
 use crate::blocks::int8::Int8Layout;
 use crate::blocks::int8_matrix::{Expand, Int8Matrix};
 use crate::blocks::linear::Linear;
@@ -24,6 +24,10 @@ pub struct DenseWeights<'a> {
     /// Ends of the names, less `.weight`, of matrices that [`Self::linear`] is not asked for.
     kept: Vec<String>,
     expand: Option<Expand>,
+    /// Of a router that computes in F32: the end of its name, less `.weight`.
+    wide: Option<&'static str>,
+    /// Bytes of what was handed out.
+    held: u64,
     done: u64,
     total: u64,
     /// Shapes of the tensors that become floating-point numbers.
@@ -64,6 +68,17 @@ const WEIGHTS: [&str; 3] = ["weight", "qweight", "weight_packed"];
 /// it, so it stays in the model's dtype.
 pub(super) const LATENT_EXPAND: &str = "self_attn.kv_b_proj";
 
+/// Whether a model of `plan` has a place for a dense tensor: not for those of other modalities, of layers that predict
+/// further tokens, or of a head that is the embedding.
+fn has_place(name: &str, (root, head): (&str, &str), plan: &DecoderPlan) -> bool {
+    let is_head = || name.strip_prefix(head).is_some_and(|rest| rest.starts_with("lm_head."));
+    let Some(rest) = name.strip_prefix(root) else { return !plan.tied_head && is_head() };
+    match rest.strip_prefix("layers.").and_then(|rest| rest.split('.').next()) {
+        Some(layer) => layer.parse().is_ok_and(|l: usize| l < plan.layers.len()),
+        None => [plan.names.embedding, plan.names.final_norm].contains(&stem(rest)),
+    }
+}
+
 /// A name without its last part.
 fn stem(name: &str) -> &str {
     name.rsplit_once('.').map_or(name, |(stem, _)| stem)
@@ -102,6 +117,7 @@ impl<'a> DenseWeights<'a> {
             }
         }
         let (format, kept, expand, done) = (DenseFormat::default(), Vec::new(), None, 0);
+        let (wide, held) = (None, 0);
         let used = HashSet::new();
         Ok(Self {
             checkpoint,
@@ -111,6 +127,8 @@ impl<'a> DenseWeights<'a> {
             format,
             kept,
             expand,
+            wide,
+            held,
             done,
             total,
             shapes,
@@ -119,17 +137,39 @@ impl<'a> DenseWeights<'a> {
         })
     }
 
-    /// With the projections of `plan` in this format.
+    /// For the model of `plan`, with its projections in this format: tensors that it has no place for do not count.
     ///
     /// # Errors
     /// [`Error::Core`] when this build has no kernels for the GPU.
     pub fn with_format(self, format: DenseFormat, plan: &DecoderPlan) -> Result<Self> {
-        let kept = [plan.names.embedding, plan.names.router, LATENT_EXPAND].map(str::to_owned).to_vec();
         let expand = match format {
             DenseFormat::Int8 => Some(Expand::load(self.device)?),
             DenseFormat::Plain => None,
         };
-        Ok(Self { format, kept, expand, ..self })
+        Ok(Self { expand, ..self.counting(format, plan) })
+    }
+
+    /// The same for counting alone: nothing is loaded.
+    pub(super) fn counting(self, format: DenseFormat, plan: &DecoderPlan) -> Self {
+        let kept = [plan.names.embedding, plan.names.router, LATENT_EXPAND].map(str::to_owned).to_vec();
+        let is_wide = |p| matches!(p, RouterPrecision::F32 | RouterPrecision::F32Logits);
+        let wide = plan.moe_layers().any(|(_, moe)| is_wide(moe.router.precision));
+        let wide = wide.then_some(plan.names.router);
+        let roots = self.roots(plan);
+        let shapes = self.shapes.into_iter().filter(|(name, _)| has_place(name, roots, plan)).collect();
+        Self { format, kept, wide, shapes, ..self }
+    }
+
+    /// Where the language model's tensors are, and its head: of [`TensorNames::ROOTS`] those whose embedding is there.
+    pub fn roots(&self, plan: &DecoderPlan) -> (&'static str, &'static str) {
+        let embedded = |root: &str| self.contains(&format!("{root}{}.weight", plan.names.embedding));
+        let found = TensorNames::ROOTS.into_iter().find(|(root, _)| embedded(root));
+        found.unwrap_or(TensorNames::ROOTS[0])
+    }
+
+    /// Bytes of all tensors and matrices handed out so far, on whatever device they are.
+    pub fn held_bytes(&self) -> u64 {
+        self.held
     }
 
     /// The tensors that are not experts' and were not asked for, as patterns with their counts: numbers in names are
@@ -151,7 +191,7 @@ impl<'a> DenseWeights<'a> {
         patterns
     }
 
-    /// Bytes that all of the checkpoint's dense weights take on the device.
+    /// Bytes that the model's dense weights take on the device.
     pub fn device_bytes(&self) -> u64 {
         self.shapes.iter().map(|(name, shape)| self.bytes_of(name, shape) as u64).sum()
     }
@@ -161,7 +201,11 @@ impl<'a> DenseWeights<'a> {
             [rows, columns] if self.packs(rows) && !self.kept.iter().any(|k| stem(name).ends_with(k)) => {
                 Int8Layout::new(rows, columns).bytes
             }
-            _ => shape.iter().product::<usize>() * self.dtype.size_in_bytes(),
+            _ => {
+                let wide = self.wide.is_some_and(|router| stem(name).ends_with(router));
+                let dtype = if wide { DType::F32 } else { self.dtype };
+                shape.iter().product::<usize>() * dtype.size_in_bytes()
+            }
         }
     }
 
@@ -235,6 +279,7 @@ impl<'a> DenseWeights<'a> {
             }
             other => other,
         })?;
+        self.held += matrix.layout().bytes as u64;
         self.count(parts, stored.iter().map(|(_, s)| s.bytes()).sum());
         Ok(Linear::int8(matrix, bias))
     }
@@ -292,6 +337,7 @@ impl<'a> DenseWeights<'a> {
                 Tensor::from_vec(values, shape, &Device::Cpu)?.to_dtype(dtype)?.to_device(self.device)?
             }
         };
+        self.held += (tensor.elem_count() * dtype.size_in_bytes()) as u64;
         self.count(parts, bytes);
         Ok(tensor)
     }
@@ -351,4 +397,36 @@ fn widen(name: &str, view: &TensorView<'_>, out: &mut Vec<f32>) -> Result<()> {
         }
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use super::*;
+    use crate::load::ConfigFile;
+    use crate::testing::tiny_config;
+
+    #[test]
+    fn tensors_that_a_model_has_no_place_for_do_not_count() {
+        let config = ConfigFile::parse(Path::new("config.json"), &tiny_config().to_string()).unwrap();
+        let plan = crate::arch::plan(&config).unwrap();
+        let tied = DecoderPlan { tied_head: true, ..plan.clone() };
+        let roots = ("language_model.model.", "language_model.");
+        for (name, with_head, without) in [
+            ("language_model.model.embed_tokens.weight", true, true),
+            ("language_model.model.norm.weight", true, true),
+            ("language_model.model.layers.2.self_attn.q_proj.weight", true, true),
+            ("language_model.lm_head.weight", true, false),
+            // Layers that predict further tokens, and another modality's.
+            ("language_model.model.layers.3.self_attn.q_proj.weight", false, false),
+            ("language_model.model.pooler.weight", false, false),
+            ("vision_tower.layers.0.mlp.up_proj.weight", false, false),
+            ("lm_head.weight", false, false),
+        ] {
+            let has = [has_place(name, roots, &plan), has_place(name, roots, &tied)];
+            assert_eq!(has, [with_head, without], "{name}");
+        }
+        assert!(has_place("lm_head.weight", ("model.", ""), &plan));
+    }
 }

@@ -1,25 +1,29 @@
 //! From a model folder, a packed file or a GGUF file, to blocks: the configuration, the dense part, the experts.
 
+mod buffers;
 mod config;
 mod dense;
 mod files;
 mod format;
 mod gguf;
 mod layers;
-mod memory;
+mod needs;
 mod open;
 mod pack;
+mod plan;
 mod side_files;
+mod workspace;
 
 pub use config::ConfigFile;
 pub use dense::DenseWeights;
 pub(crate) use files::ModelFiles;
 pub use format::{DenseFormat, KvFormat};
 pub(crate) use layers::Builder;
-pub use memory::DeviceMemory;
+pub use needs::{DEVICE_MARGIN, KvPart};
 pub(crate) use open::open_decoder;
 pub use open::{DEFAULT_CONTEXT, LoadOptions};
 pub use pack::Packer;
+pub use plan::{ModelPlan, Target};
 pub(crate) use side_files::SideFiles;
 
 /// How far loading has come. Reports of conversions come from several threads, in any order.

@@ -4,10 +4,11 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use candle_core::{DType, Device};
+use comoe_core::plan::MemoryPlan;
 use comoe_core::store::{Checkpoint, ConvertOptions, ExpertStore, Naming, Quantisation};
 use comoe_core::{CacheOptions, CudaOptions, ExpertCache, ExpertFormat, cuda_memory};
 
-use super::memory::{DeviceMemory, workspace_bytes};
+use super::needs::device_needs;
 use super::{DenseFormat, DenseWeights, KvFormat, ModelFiles, Progress};
 use crate::arch::{self, DecoderPlan, MoePlan};
 use crate::decoder::Decoder;
@@ -94,18 +95,18 @@ pub(crate) fn open_decoder(
     let top_k = plan.moe_layers().map(|(_, moe)| moe.router.top_k).max().unwrap_or(0);
     let weights = DenseWeights::new(&checkpoint, &naming, options.dtype, device, progress)?;
     let mut weights = weights.with_format(options.dense, &plan)?;
-    let memory = match device {
-        Device::Cuda(_) => Some(DeviceMemory {
-            free: cuda_memory(device)?.0,
-            weights: weights.device_bytes(),
-            kv: (context * plan.kv_bytes_per_token(options.dtype.size_in_bytes(), options.kv)) as u64,
-            workspace: workspace_bytes(&plan, context, &LoadOptions { format, ..options.clone() }),
-            margin: DeviceMemory::MARGIN,
-        }),
-        _ => None,
+    let on_gpu = device.is_cuda();
+    let in_force = LoadOptions { format, ..options.clone() };
+    let (others, margin) = device_needs(&plan, &weights, store.directory(), context, 1, &in_force, on_gpu);
+    let mut cache = CacheOptions { top_k, ..options.cache.clone() };
+    let margin = margin + cache.reserve;
+    cache.reserve = others.total() + margin;
+    let slot_bytes = slot_bytes(&store, &options.cuda, on_gpu);
+    let memory = match cache.room(device)? {
+        Some(room) => Some(MemoryPlan::new(&room, (others, margin), &cache, store.directory(), slot_bytes)?),
+        None => None,
     };
-    let reserve = options.cache.reserve + memory.map_or(0, |m| m.reserve());
-    let cache = CacheOptions { top_k, reserve, ..options.cache.clone() };
+    let free = if on_gpu { Some(cuda_memory(device)?.0) } else { None };
     let experts = ExpertCache::builder(store, device).options(cache).cuda(options.cuda.clone()).build()?;
     let decoder = Decoder::load(plan, &mut weights, experts, context, options.dtype, device)?;
     for (pattern, count) in weights.ignored() {
@@ -113,10 +114,22 @@ pub(crate) fn open_decoder(
     }
     let decoder = decoder.with_kv_format(options.kv);
     let decoder = decoder.with_most_context(options.most_context.unwrap_or(usize::MAX));
-    Ok(decoder.with_notes(notes).with_memory(memory))
+    Ok(decoder.with_notes(notes).with_plan(memory, free))
 }
 
-fn check_dtype(dtype: DType, device: &Device) -> Result<()> {
+/// Bytes of a slot for the records of a store.
+pub(super) fn slot_bytes(store: &ExpertStore, cuda: &CudaOptions, on_gpu: bool) -> usize {
+    let directory = store.directory();
+    match on_gpu {
+        true => {
+            let experts = store.specs().iter().enumerate().map(|(o, spec)| (*spec, *store.layout(o)));
+            cuda.clone().with_experts(experts).slot_bytes(directory)
+        }
+        false => directory.largest_record(),
+    }
+}
+
+pub(super) fn check_dtype(dtype: DType, device: &Device) -> Result<()> {
     match (dtype, device) {
         (DType::F32, _) | (DType::BF16, Device::Cuda(_)) => Ok(()),
         (dtype, _) => Err(Error::BadOption {

@@ -117,7 +117,7 @@ fn every_family_is_replayed_with_the_bits_of_single_steps() {
 #[test]
 #[ignore = "needs a CUDA device"]
 fn the_plan_counts_the_bytes_of_int8() {
-    let weights = |options: &LoadOptions| open(&GPU, options).memory().expect("a plan").weights;
+    let weights = |options: &LoadOptions| open(&GPU, options).memory_plan().expect("a plan").device.dense;
     let plain = weights(&LoadOptions { dtype: DType::BF16, ..LoadOptions::default() });
     let packed = weights(&int8(DType::BF16));
     // comoe-tiny: q and o of 256 x 256, k and v of 128 x 256 in 6 layers, two scales padded to 16 bytes a row.

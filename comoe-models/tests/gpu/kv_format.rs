@@ -148,7 +148,7 @@ fn the_plan_counts_the_bytes_of_int8() {
             let cache = decoder.new_kv().expect("a KV cache");
             cache.tensors().map(|t| t.elem_count() * t.dtype().size_in_bytes()).sum()
         };
-        assert_eq!(decoder.memory().expect("a plan").kv, held as u64, "{kv:?}");
+        assert_eq!(decoder.memory_plan().expect("a plan").device.kv, held as u64, "{kv:?}");
     }
 }
 

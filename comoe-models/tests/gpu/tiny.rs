@@ -350,10 +350,11 @@ fn a_pool_leaves_room_for_the_rest_of_the_model() {
     let fit = CacheOptions { capacity: Capacity::Fit, ..CacheOptions::default() };
     let model = open(&GPU, &LoadOptions { cache: fit.clone(), ..LoadOptions::default() });
     assert_eq!(model.experts().stats().slots, 96, "comoe-tiny fits any GPU");
-    let memory = *model.memory().expect("a plan");
+    let memory = *model.memory_plan().expect("a plan");
     let held = model.plan().kv_bytes_per_token(4, KvFormat::Plain) * model.context();
-    assert_eq!(memory.kv, held as u64);
-    assert!(memory.weights > 1 << 20 && memory.reserve() < memory.free, "{memory:?}");
+    assert_eq!(memory.device.kv, held as u64);
+    assert!(memory.device.dense > 1 << 20, "{memory:?}");
+    assert!(memory.device.total() + memory.margin < memory.budget, "{memory:?}");
     drop(model);
 
     let (free, _) = cuda_memory(&GPU).expect("the GPU's memory");

@@ -8,7 +8,7 @@ use std::process::Command;
 
 use tempfile::TempDir;
 
-use self::server::{COMMIT, Files, Hub, REPO, repository};
+use self::server::{COMMIT, Fault, Files, Hub, REPO, repository};
 use crate::program::{Run, Running, comoe, run_with};
 
 /// comoe-tiny in three shards.
@@ -145,6 +145,53 @@ fn a_name_alone_is_enough() {
     machine.has_whole(&files);
     hub.close();
     assert_eq!(machine.run(&args).answer(), answered.answer(), "a commit is found without a ref");
+}
+
+/// Of a model that is not here, a plan needs the configuration and headers, and leaves nothing behind.
+#[test]
+fn a_plan_fetches_headers_alone() {
+    let files = tiny();
+    let hub = Hub::new(files.clone());
+    let machine = Machine::new(&hub);
+    let temporary = tempfile::tempdir().unwrap();
+    let plan = |name: &str, more: &[&str]| {
+        let mut command = machine.command(&["plan", name, "--vram", "40M", "--device", "cpu", "--json"]);
+        Running::start(command.args(more).env("TMPDIR", temporary.path())).finish()
+    };
+    let here = format!("{}/../assets/comoe-tiny", env!("CARGO_MANIFEST_DIR"));
+    let same = |run: &Run, more: &[&str]| {
+        let (of_hub, own) = (run.json(), plan(&here, more).json());
+        assert_eq!(of_hub["model"], REPO);
+        for part in ["memory", "experts", "kv", "needs", "format"] {
+            assert_eq!(of_hub[part], own[part], "{part}");
+        }
+    };
+    let first = plan(REPO, &[]);
+    same(&first, &[]);
+    assert!(first.stderr.contains("of headers fetched, of 3 files"), "{}", first.stderr);
+    let sent = hub.sent_of_large();
+    assert!(sent < weights(&files) / 10, "{sent} of {} bytes", weights(&files));
+    assert_eq!(std::fs::read_dir(temporary.path()).unwrap().count(), 0, "nothing is left");
+    assert!(!machine.model().join("refs").exists(), "no name stands for what is not whole");
+    let more = ["--format", "int4", "--ctx", "256"];
+    same(&plan(REPO, &more), &more);
+
+    // A server without parts, one that breaks off, and a header that is none.
+    hub.fault("/cdn/model-00002", Fault::NoRanges);
+    hub.fault("/cdn/model-00003", Fault::Cut(100));
+    same(&plan(REPO, &[]), &[]);
+    hub.fault("/cdn/model-00001", Fault::Garbled);
+    plan(REPO, &["--quiet"]).fails(1, &["model-00001-of-00003.safetensors", "no safetensors file"]);
+
+    let offline = {
+        let mut command = machine.command(&["plan", REPO, "--vram", "40M"]);
+        Running::start(command.env("HF_HUB_OFFLINE", "1")).finish()
+    };
+    offline.fails(1, &["HF_HUB_OFFLINE", REPO]);
+    // A model that is here is planned without asking anybody.
+    machine.pull().answer();
+    hub.close();
+    same(&plan(REPO, &[]), &[]);
 }
 
 #[test]

@@ -277,10 +277,13 @@ impl Shared {
         sent: &mut u64,
     ) -> std::io::Result<bool> {
         let range = asked.headers.get("range").filter(|_| !matches!(fault, Some(Fault::NoRanges)));
-        let from =
-            range.map(|r| r.strip_prefix("bytes=").unwrap().strip_suffix('-').unwrap().parse().unwrap());
+        let range = range.map(|r| r.strip_prefix("bytes=").unwrap().split_once('-').unwrap());
+        let from: Option<usize> = range.map(|(from, _)| from.parse().unwrap());
+        let end =
+            range.filter(|(_, last)| !last.is_empty()).map(|(_, last)| last.parse::<usize>().unwrap() + 1);
+        let end = end.unwrap_or(bytes.len()).min(bytes.len());
         let garbled: Vec<u8>;
-        let mut body = &bytes[from.unwrap_or(0).min(bytes.len())..];
+        let mut body = &bytes[from.unwrap_or(0).min(end)..end];
         if matches!(fault, Some(Fault::Garbled)) {
             garbled = body.iter().map(|b| !b).collect();
             body = &garbled;
@@ -297,7 +300,7 @@ impl Shared {
             head += &format!("{name}: {value}\r\n");
         }
         if let Some(from) = from {
-            head += &format!("content-range: bytes {from}-{}/{}\r\n", bytes.len() - 1, bytes.len());
+            head += &format!("content-range: bytes {from}-{}/{}\r\n", end - 1, bytes.len());
         }
         stream.write_all((head + "\r\n").as_bytes())?;
         if asked.method == "HEAD" {

@@ -16,7 +16,9 @@ use candle_core::Tensor;
 use self::copy::CopyQueues;
 use self::slab::{Slab, SlotRead};
 pub(super) use self::step::Step;
-use super::{Backend, BackendInfo, Chunks, Fill, Queue, SlotId, Ticket, TransferTime, Work, WorkItem};
+use super::{
+    Backend, BackendInfo, BackendMemory, Chunks, Fill, Queue, SlotId, Ticket, TransferTime, Work, WorkItem,
+};
 use crate::error::{Error, Result};
 use crate::expert::RECORD_ALIGN;
 use crate::store::{Directory, RecordSource};
@@ -168,6 +170,11 @@ impl Backend for CpuBackend {
         let mut out = out.ok_or_else(|| unreadable(slab, slot, bytes.len()))?;
         out[..bytes.len()].copy_from_slice(bytes);
         Ok(())
+    }
+
+    fn memory(&self) -> BackendMemory {
+        let slots = self.queues.as_ref().map_or(0, |q| q.slab().slots() * q.slab().slot_bytes());
+        BackendMemory { slots: slots as u64, ..BackendMemory::default() }
     }
 
     fn transfer_time(&self) -> TransferTime {

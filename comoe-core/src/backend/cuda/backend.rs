@@ -23,7 +23,8 @@ use super::timeline::Timelines;
 use super::upload::{UploadRing, bytes_of};
 use super::workspace::MOST_GEMV_TOKENS;
 use crate::backend::{
-    Backend, BackendInfo, Chunks, DeviceDriver, Fill, Queue, SlotId, Ticket, TransferTime, Work, WorkItem,
+    Backend, BackendInfo, BackendMemory, Chunks, DeviceDriver, Fill, Queue, SlotId, Ticket, TransferTime,
+    Work, WorkItem,
 };
 use crate::error::{Error, Result};
 use crate::expert::{ExpertLayout, ExpertSpec, WeightOn};
@@ -540,6 +541,15 @@ impl Backend for CudaBackend {
     fn write_slot(&mut self, slot: SlotId, bytes: &[u8]) -> Result<()> {
         let at = self.slots()?.address(slot, bytes.len())? - self.slots()?.base;
         self.slab()?.write(at as usize, bytes)
+    }
+
+    fn memory(&self) -> BackendMemory {
+        let bytes = |parts: &[usize]| parts.iter().sum::<usize>() as u64;
+        BackendMemory {
+            slots: bytes(&[self.slab.as_ref().map_or(0, Slab::bytes)]),
+            workspace: bytes(&[self.hidden.bytes(), self.partial.bytes(), self.rounded.bytes()]),
+            buffers: bytes(&[self.upload.bytes(), self.tables.as_ref().map_or(0, Tables::bytes)]),
+        }
     }
 
     /// Estimated: one batch in four and one wait in four are timed by events on the GPU, and the sums are scaled by

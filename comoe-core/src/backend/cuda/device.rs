@@ -146,6 +146,7 @@ impl DeviceDriver for CudaBackend {
             slots: tables.address(at.slots),
             place: tables.address(at.place),
             counters: tables.address(at.counters + COUNTERS_BYTES * layer),
+            uses: tables.address(at.uses),
             progress: tables.address(at.progress),
             missing: tables.address(at.missing),
             fault: tables.address(at.fault),
@@ -246,5 +247,11 @@ impl DeviceDriver for CudaBackend {
         let of =
             |c: &[u64; 4]| DeviceCounters { steps: c[0], steps_with_miss: c[1], accesses: c[2], hits: c[3] };
         Ok(words.as_chunks().0.iter().map(of).collect())
+    }
+
+    fn uses(&mut self) -> Result<Vec<u64>> {
+        let Some(tables) = &self.tables else { return Ok(Vec::new()) };
+        self.compute.stream().synchronize().doing("waiting for kernels")?;
+        tables.uses()
     }
 }

@@ -35,6 +35,8 @@ mod options;
 #[cfg(feature = "cuda")]
 mod pinned;
 #[cfg(feature = "cuda")]
+mod pool_memory;
+#[cfg(feature = "cuda")]
 mod probe;
 #[cfg(feature = "cuda")]
 mod resolve;
@@ -57,6 +59,8 @@ pub use context::{cuda_device, cuda_device_count, cuda_give_back, cuda_memory};
 #[doc(hidden)]
 pub use options::Faults;
 pub use options::{CudaOptions, Progress, ResidentFormat};
+#[cfg(feature = "cuda")]
+pub use pool_memory::cuda_pool;
 pub use workspace::{MOST_GEMV_TOKENS, workspace_bytes};
 
 #[cfg(not(feature = "cuda"))]
@@ -99,4 +103,13 @@ pub fn cuda_memory(device: &candle_core::Device) -> crate::Result<(u64, u64)> {
 #[cfg(not(feature = "cuda"))]
 pub fn cuda_give_back(_: &candle_core::Device) -> crate::Result<()> {
     Ok(())
+}
+
+/// What the memory pool of a CUDA device holds; this build knows none.
+///
+/// # Errors
+/// [`Error::Device`](crate::Error::Device), always.
+#[cfg(not(feature = "cuda"))]
+pub fn cuda_pool(device: &candle_core::Device) -> crate::Result<crate::plan::PoolBytes> {
+    Err(not_built(format!("{:?}", device.location())))
 }

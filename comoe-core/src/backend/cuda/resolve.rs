@@ -10,6 +10,8 @@ use crate::error::{Error, Result};
 
 /// No slot, no record.
 pub(super) const NONE: u32 = u32::MAX;
+/// With a slot's record: it stays for good.
+pub(super) const KEPT: u32 = 1 << 31;
 /// Bytes of a layer's counters: four u64.
 pub(super) const COUNTERS_BYTES: usize = 32;
 /// Bytes of the fault word: kind, layer, token, value, u32 each.
@@ -41,6 +43,7 @@ pub(super) struct Resolve {
     pub(super) slots: u64,
     pub(super) place: u64,
     pub(super) counters: u64,
+    pub(super) uses: u64,
     pub(super) progress: u64,
     pub(super) missing: u64,
     pub(super) fault: u64,
@@ -110,6 +113,6 @@ mod tests {
 
     #[test]
     fn arguments_are_as_long_as_on_the_device() {
-        assert_eq!(size_of::<Resolve>(), 208);
+        assert_eq!(size_of::<Resolve>(), 216);
     }
 }

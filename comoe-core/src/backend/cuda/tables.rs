@@ -8,7 +8,9 @@ use super::backend::Workspace;
 use super::context::{Doing, Gpu};
 use super::kernels::DeviceItem;
 use super::pinned::PinnedBuffer;
-use super::resolve::{COUNTERS_BYTES, FAULT_BYTES, MISSING_BYTES, NONE, PARTITION_BYTES, PROGRESS_BYTES};
+use super::resolve::{
+    COUNTERS_BYTES, FAULT_BYTES, KEPT, MISSING_BYTES, NONE, PARTITION_BYTES, PROGRESS_BYTES,
+};
 use super::slab::Slab;
 use super::upload::bytes_of;
 use crate::backend::{Fill, MOST_DEVICE_ASSIGNMENTS, SlotId};
@@ -20,6 +22,7 @@ use crate::store::{Directory, RecordIndex};
 pub(super) struct Offsets {
     pub(super) fault: usize,
     pub(super) counters: usize,
+    pub(super) uses: usize,
     pub(super) address: usize,
     pub(super) items: usize,
     pub(super) fills: usize,
@@ -48,6 +51,7 @@ impl Offsets {
         Self {
             fault: take(FAULT_BYTES),
             counters: take(layers * COUNTERS_BYTES),
+            uses: take(4 * records),
             address: take(8 * records),
             items: take(MOST_DEVICE_ASSIGNMENTS * size_of::<DeviceItem>()),
             fills: take(MOST_DEVICE_ASSIGNMENTS * size_of::<DeviceItem>()),
@@ -125,6 +129,11 @@ impl Tables {
         })
     }
 
+    /// Bytes on the GPU, workspaces of steps included.
+    pub(super) fn bytes(&self) -> usize {
+        self.slab.bytes() + self.hidden.bytes() + self.partial.bytes()
+    }
+
     pub(super) fn address(&self, offset: usize) -> u64 {
         self.slab.address() + offset as u64
     }
@@ -178,6 +187,15 @@ impl Tables {
                 owner[slot.0 as usize] = record.0;
             }
         }
+        for record in &residency.kept {
+            match slot_of.get(record.0 as usize).and_then(|&slot| owner.get_mut(slot as usize)) {
+                Some(owner) if records < KEPT as usize => *owner |= KEPT,
+                _ => {
+                    let reason = format!("{record:?} of {records} cannot stay for good: it is in no slot");
+                    return Err(Error::BadArgument { what: "residency", reason });
+                }
+            }
+        }
         let (mut places, mut first) = (vec![NONE; slots], 0);
         let mut parts = Vec::with_capacity(4 * partitions);
         for (clock, own) in clock.iter().zip(&self.slots) {
@@ -218,7 +236,13 @@ impl Tables {
     pub(super) fn residency(&self) -> Result<Residency> {
         let slots = self.shape.slots();
         let stamp = self.long_words(self.at.stamp, slots)?;
-        let owner = self.words(self.at.owner, slots)?;
+        let mut owner = self.words(self.at.owner, slots)?;
+        let mut kept = Vec::new();
+        for owner in owner.iter_mut().filter(|o| **o != NONE && **o & KEPT != 0) {
+            *owner &= !KEPT;
+            kept.push(RecordIndex(*owner));
+        }
+        kept.sort_unstable();
         let held = |own: &Vec<u32>| {
             let mut slots: Vec<u32> = own.iter().copied().filter(|&s| owner[s as usize] != NONE).collect();
             slots.sort_by_key(|&s| (stamp[s as usize], owner[s as usize]));
@@ -236,7 +260,12 @@ impl Tables {
                 })
             }
         };
-        Ok(Residency { partitions, counts })
+        Ok(Residency { partitions, counts, kept })
+    }
+
+    /// How often steps have used each record, once the GPU is idle.
+    pub(super) fn uses(&self) -> Result<Vec<u64>> {
+        Ok(self.words(self.at.uses, self.records)?.into_iter().map(u64::from).collect())
     }
 
     /// Whether the kernel has said anything in the fault word, read from where it wrote it.

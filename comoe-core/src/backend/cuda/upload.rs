@@ -54,6 +54,11 @@ impl UploadRing {
         })
     }
 
+    /// Bytes on the GPU.
+    pub(super) fn bytes(&self) -> usize {
+        self.device.bytes()
+    }
+
     /// Enqueues the fetching of `bytes` bytes, which `write` puts in place, on `stream` (always the same one) and returns
     /// their address on the GPU, a multiple of 256. It holds for whatever is
     /// enqueued on `stream` before the next upload.

@@ -19,6 +19,7 @@ use crate::store::RecordIndex;
 pub(super) struct Tables {
     pool: Option<Pool>,
     counters: Vec<DeviceCounters>,
+    uses: Vec<u64>,
     fault: Option<StepFault>,
     /// Steps of the token under way that are done.
     done: u32,
@@ -98,6 +99,7 @@ impl DeviceDriver for SimBackend {
         self.tables.pool = Some(pool);
         (self.tables.done, self.tables.again) = (0, false);
         self.tables.counters.resize(self.source.directory().layers().len(), DeviceCounters::default());
+        self.tables.uses.resize(records, 0);
         Ok(())
     }
 
@@ -135,6 +137,7 @@ impl DeviceDriver for SimBackend {
                 count.steps_with_miss += u64::from(!missed.is_empty());
                 count.accesses += set.len() as u64;
                 count.hits += (set.len() - missed.len()) as u64;
+                set.iter().for_each(|r| self.tables.uses[r.0 as usize] += 1);
                 self.tables.done = ordinal + 1;
                 missed
             }
@@ -200,5 +203,9 @@ impl DeviceDriver for SimBackend {
         let layers = self.source.directory().layers().len();
         self.tables.counters.resize(layers, DeviceCounters::default());
         Ok(self.tables.counters.clone())
+    }
+
+    fn uses(&mut self) -> Result<Vec<u64>> {
+        Ok(self.tables.uses.clone())
     }
 }

@@ -193,6 +193,11 @@ impl Fused {
         Ok((address(&self.errors, &self.stream)?, self.errors.elem_count()))
     }
 
+    /// Bytes of the buffers.
+    pub(crate) fn held_bytes(&self) -> u64 {
+        self.arena.bytes() + (4 * self.errors.elem_count()) as u64
+    }
+
     pub(crate) fn kernels(&self) -> &DecodeKernels {
         &self.kernels
     }

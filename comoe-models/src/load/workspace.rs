@@ -1,4 +1,4 @@
-//! What a model needs of GPU memory beside its experts: computed before anything is loaded.
+//! Activations of a model's largest step on a GPU: computed before anything is loaded.
 
 use comoe_core::backend::cuda;
 
@@ -8,32 +8,6 @@ use crate::blocks::attend::{KEPT_AT_ONCE, SCORES_AT_ONCE};
 use crate::blocks::int8_matrix::EXPANDED_AT_ONCE;
 use crate::blocks::prefill_attention::takes_heads;
 use crate::chunk::chunk_tokens;
-
-/// GPU memory as it was planned, in bytes. What is left is for experts.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct DeviceMemory {
-    /// Free when the model was opened.
-    pub free: u64,
-    /// Dense weights.
-    pub weights: u64,
-    /// KV cache of one sequence.
-    pub kv: u64,
-    /// Largest activations of a step, in the experts and outside.
-    pub workspace: u64,
-    /// For what cannot be computed: the libraries' own memory, modules, rounding.
-    pub margin: u64,
-}
-
-impl DeviceMemory {
-    /// The safety margin: cuBLAS takes 32 MiB and more of workspace, kernels are loaded when they are first used, and
-    /// the driver's pool rounds up.
-    pub const MARGIN: u64 = 512 << 20;
-
-    /// All but the experts.
-    pub fn reserve(&self) -> u64 {
-        self.weights + self.kv + self.workspace + self.margin
-    }
-}
 
 /// Activations of the largest step: a chunk of a prompt.
 pub(super) fn workspace_bytes(plan: &DecoderPlan, context: usize, options: &LoadOptions) -> u64 {
@@ -104,11 +78,5 @@ mod tests {
         let scores = (SCORES_AT_ONCE * (2 * 2 + 16)) as u64;
         let long = SCORES_AT_ONCE / heads;
         assert!((scores..2 * scores).contains(&bytes(long)), "{} of {scores}", bytes(long));
-    }
-
-    #[test]
-    fn the_reserve_is_the_sum_of_its_parts() {
-        let memory = DeviceMemory { free: 1 << 40, weights: 1, kv: 20, workspace: 300, margin: 4000 };
-        assert_eq!(memory.reserve(), 4321);
     }
 }

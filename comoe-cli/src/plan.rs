@@ -1,0 +1,317 @@
+//! `comoe plan`: what a model would take, and how fast it may be, before anything of it is loaded.
+
+mod advice;
+mod speed;
+
+use std::path::Path;
+
+use comoe_core::machine::ram_available;
+use comoe_core::plan::{DeviceBytes, MemoryPlan, Room};
+use comoe_core::stats::human_bytes;
+use comoe_core::{Capacity, cuda_device, cuda_memory};
+use comoe_models::{KvPart, LoadOptions, ModelPlan, Target};
+use serde::Serialize;
+
+use self::advice::Change;
+use self::speed::Expected;
+use crate::args::PlanArgs;
+use crate::device::DeviceChoice;
+use crate::error::{Error, Result};
+use crate::load;
+use crate::memory::{Memory, label};
+use crate::model_path::Planned;
+use crate::output::Answers;
+
+/// Host memory that is left to others, at least, or a sixteenth of all: what page-locking leaves.
+const LEAVE_FREE: u64 = 2 << 30;
+
+/// The object that `--json` prints. Fields may be added, never renamed; those of `memory` are a run's own.
+#[derive(Debug, Serialize)]
+struct Report {
+    model: String,
+    /// `cuda` or `cpu`.
+    device: &'static str,
+    format: String,
+    context: usize,
+    batch: usize,
+    /// Whether all of it fits.
+    fits: bool,
+    /// Why not; absent when it fits.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    reason: Option<String>,
+    /// Absent when it does not fit the device.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    memory: Option<Memory>,
+    /// Device memory that may be taken, in bytes.
+    budget: u64,
+    /// Device memory of everything but slots, bytes by owner.
+    needs: DeviceBytes,
+    /// Of a GPU's memory, kept for what cannot be computed.
+    margin: u64,
+    kv: Vec<Kv>,
+    experts: Experts,
+    ram: Ram,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    expected: Option<Expected>,
+    /// What would change it.
+    changes: Vec<Change>,
+}
+
+#[derive(Debug, Serialize)]
+struct Kv {
+    what: String,
+    layers: usize,
+    bytes: u64,
+}
+
+impl From<&KvPart> for Kv {
+    fn from(part: &KvPart) -> Self {
+        Self { what: part.what.clone(), layers: part.layers, bytes: part.bytes }
+    }
+}
+
+#[derive(Debug, Serialize)]
+struct Experts {
+    layers: usize,
+    experts: usize,
+    /// In the format in force.
+    record_bytes: usize,
+    slot_bytes: usize,
+    /// Slots that experts stay in, 0 when none fits.
+    slots: usize,
+    staging_slots: usize,
+    ring_slots: usize,
+    /// Of all experts, those that have a slot, 0 to 1.
+    share: f64,
+}
+
+/// Host memory, in bytes.
+#[derive(Debug, Serialize)]
+struct Ram {
+    /// All experts' records.
+    arena: u64,
+    /// What the run holds besides: on the CPU, its slots, dense weights and KV cache.
+    held: u64,
+    /// What there is; absent where nobody knows.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    available: Option<u64>,
+    /// Of the arena, what does not fit beside the rest and what is left to others: it is read from the disk when it is
+    /// needed.
+    on_disk: u64,
+}
+
+pub(crate) fn run(args: &PlanArgs) -> Result<()> {
+    let on_gpu = args.model.device != DeviceChoice::Cpu;
+    let room = room(args, on_gpu)?;
+    let model = Planned::find(args.model.model.as_deref(), args.quiet)?;
+    let name = match &model {
+        Planned::Here(path) => load::name_of_model(path),
+        Planned::Headers(_, name) => name.clone(),
+    };
+    let mut options = load::options(&args.model, on_gpu);
+    if !on_gpu && args.model.vram.is_none() && args.model.capacity().is_none() && args.ram.is_some() {
+        options.cache.capacity = load::share_of(args.ram);
+    }
+    let target = Target { on_gpu, batch: args.batch };
+    let case = Case { path: model.path(), room: &room, target, options };
+    let (plan, memory) = case.plan()?;
+    let report = Report::new(name, args, &case, &plan, &memory)?;
+    let mut out = Answers::new();
+    out.piece(&match args.json {
+        // Strings, numbers and lists only: nothing in it can fail to be written.
+        true => serde_json::to_string(&report).unwrap_or_default() + "\n",
+        false => report.table(args),
+    });
+    out.end()?;
+    match report.reason {
+        None => Ok(()),
+        Some(reason) => Err(Error::DoesNotFit { reason }),
+    }
+}
+
+/// The memory to plan for: what was asked for, or what the device has now.
+fn room(args: &PlanArgs, on_gpu: bool) -> Result<Room> {
+    let room =
+        |device: String, free| Room { device, free, budget: args.model.vram, reserve: 0, on_device: on_gpu };
+    let ordinal = match args.model.device {
+        DeviceChoice::Cpu => {
+            let free = if args.model.vram.is_some() {
+                u64::MAX
+            } else {
+                args.ram.or_else(ram_available).unwrap_or(u64::MAX)
+            };
+            return Ok(room("this machine".to_owned(), free));
+        }
+        DeviceChoice::Cuda(ordinal) => ordinal,
+        DeviceChoice::Auto => 0,
+    };
+    if args.model.vram.is_some() {
+        return Ok(room("the GPU".to_owned(), u64::MAX));
+    }
+    let measured = cuda_device(ordinal).and_then(|device| cuda_memory(&device));
+    let (free, _) = measured.map_err(|e| Error::NoGpuToPlanFor { reason: Error::from(e).line() })?;
+    Ok(room(format!("cuda:{ordinal}"), free))
+}
+
+/// A model under some options.
+struct Case<'a> {
+    path: &'a Path,
+    room: &'a Room,
+    target: Target,
+    options: LoadOptions,
+}
+
+impl Case<'_> {
+    /// What it needs, and how the memory is shared out; that is an error where it does not fit.
+    fn plan(&self) -> Result<(ModelPlan, std::result::Result<MemoryPlan, comoe_models::Error>)> {
+        let plan = ModelPlan::open(self.path, self.target, &self.options)?;
+        let memory = match plan.memory(self.room, &self.options.cache) {
+            Err(e) if !is_about_room(&e) => return Err(e.into()),
+            shared => shared,
+        };
+        Ok((plan, memory))
+    }
+}
+
+fn is_about_room(e: &comoe_models::Error) -> bool {
+    use comoe_core::Error as E;
+    matches!(e, comoe_models::Error::Core(E::NoRoom { .. } | E::OverBudget { .. }))
+}
+
+impl Report {
+    fn new(
+        model: String,
+        args: &PlanArgs,
+        case: &Case<'_>,
+        plan: &ModelPlan,
+        memory: &std::result::Result<MemoryPlan, comoe_models::Error>,
+    ) -> Result<Self> {
+        let shared = memory.as_ref().ok();
+        let ram = Ram::new(plan, shared, args.ram.or_else(ram_available));
+        let slots = shared.map(|m| m.slots).unwrap_or_default();
+        let expected = shared.map(|m| Expected::new(args, case, plan, m)).transpose()?;
+        Ok(Self {
+            model,
+            device: if case.target.on_gpu { "cuda" } else { "cpu" },
+            format: plan.format().to_string(),
+            context: plan.context(),
+            batch: case.target.batch,
+            fits: memory.is_ok(),
+            reason: memory.as_ref().err().map(ToString::to_string),
+            memory: shared.map(Memory::planned),
+            budget: case.room.free.min(case.room.budget.unwrap_or(u64::MAX)),
+            needs: *plan.others(),
+            margin: plan.margin(),
+            kv: plan.kv().iter().map(Kv::from).collect(),
+            experts: Experts {
+                layers: plan.directory().layers().len(),
+                experts: plan.directory().len(),
+                record_bytes: plan.directory().largest_record(),
+                slot_bytes: plan.slot_bytes(),
+                slots: slots.slots,
+                staging_slots: slots.staging,
+                ring_slots: slots.ring,
+                share: shared.map_or(0.0, MemoryPlan::share),
+            },
+            changes: advice::changes(case, plan, shared)?,
+            ram,
+            expected,
+        })
+    }
+
+    fn table(&self, args: &PlanArgs) -> String {
+        let mut t = Vec::new();
+        let mut line = |name: &str, value: String| t.push(format!("{name:<18} {value}"));
+        let gpu = self.device == "cuda";
+        line(
+            "model",
+            format!(
+                "{}: {} experts of {} ({}) in {} layers, context {}{}",
+                self.model,
+                self.experts.experts,
+                human_bytes(self.experts.record_bytes as u64),
+                self.format,
+                self.experts.layers,
+                self.context,
+                if self.batch > 1 { format!(", {} sequences", self.batch) } else { String::new() }
+            ),
+        );
+        let most = if args.model.vram.is_some() { "--vram" } else { "free" };
+        line(if gpu { "GPU memory" } else { "memory" }, format!("{} ({most})", human_bytes(self.budget)));
+        line("  dense weights", human_bytes(self.needs.dense));
+        for (i, kv) in self.kv.iter().enumerate() {
+            let of = format!("{} ({} layers: {})", human_bytes(kv.bytes), kv.layers, kv.what);
+            line(if i == 0 { "  KV cache" } else { "" }, of);
+        }
+        if gpu {
+            line(
+                "  activations",
+                format!("{} (largest chunk of a prompt)", human_bytes(self.needs.workspace)),
+            );
+            line("  buffers", format!("{} (decode steps, tables)", human_bytes(self.needs.buffers)));
+            line("  margin", format!("{} (libraries, kernels, graphs, rounding)", human_bytes(self.margin)));
+        }
+        if let Some(plan) = self.memory.as_ref().and_then(|m| m.plan) {
+            let device = plan.device();
+            for (owner, bytes) in [("staging", device.staging), ("ring", device.ring)] {
+                if bytes > 0 {
+                    line(&format!("  {}", label(owner)), human_bytes(bytes));
+                }
+            }
+            line(
+                "  slots",
+                format!(
+                    "{}: {} of {} experts, {:.1} %",
+                    human_bytes(device.slots),
+                    self.experts.slots,
+                    self.experts.experts,
+                    100.0 * self.experts.share
+                ),
+            );
+        }
+        line("RAM", self.ram.line(gpu));
+        if let Some(expected) = &self.expected {
+            expected.lines(self.batch, &mut line);
+        }
+        for (i, change) in self.changes.iter().enumerate() {
+            line(if i == 0 { "what would change" } else { "" }, format!("- {}", change.line()));
+        }
+        t.join("\n") + "\n"
+    }
+}
+
+impl Ram {
+    fn new(plan: &ModelPlan, memory: Option<&MemoryPlan>, available: Option<u64>) -> Self {
+        let arena = plan.directory().total_bytes();
+        let held = match (plan.target().on_gpu, memory) {
+            (true, _) => 0,
+            (false, Some(memory)) => memory.device.total(),
+            (false, None) => plan.others().total(),
+        };
+        let left = available.map(|all| all.saturating_sub(held).saturating_sub(LEAVE_FREE.max(all / 16)));
+        Self { arena, held, available, on_disk: left.map_or(0, |left| arena.saturating_sub(left)) }
+    }
+
+    fn line(&self, gpu: bool) -> String {
+        let held = match gpu {
+            true => String::new(),
+            false => format!(" (page cache) and {} for the rest", human_bytes(self.held)),
+        };
+        let mut text = format!("{} for all experts{held}", human_bytes(self.arena));
+        if let Some(available) = self.available {
+            text += &format!(", {} available", human_bytes(available));
+        }
+        if self.on_disk > 0 {
+            text += &format!(
+                "; {} of them stay on the disk, which is far slower: more RAM, or a smaller --format",
+                human_bytes(self.on_disk)
+            );
+        }
+        text
+    }
+}
+
+/// Whether slots are given by name: then they change with nothing else.
+fn is_fixed(options: &LoadOptions) -> bool {
+    matches!(options.cache.capacity, Capacity::Slots(_) | Capacity::Fraction(_))
+}

@@ -1,0 +1,145 @@
+//! Memory of a loaded model by owner: as it was planned, as it is now, and as it was at most.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use candle_core::Device;
+use comoe_core::plan::{DeviceBytes, MemoryPlan, PoolBytes};
+use comoe_core::{cuda_memory, cuda_pool};
+use serde::Serialize;
+
+use crate::decoder::Decoder;
+use crate::error::Result;
+
+/// Now, and at most.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]
+pub struct NowAndPeak<T> {
+    /// Now.
+    pub now: T,
+    /// The most so far.
+    pub peak: T,
+}
+
+/// What a model's run holds.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct MeasuredMemory {
+    /// Device memory by owner. On a CPU, where activations are not counted, what is held from step to step.
+    pub device: NowAndPeak<DeviceBytes>,
+    /// Bytes of experts' records in host memory: page-locked for a GPU, else mapped or in memory.
+    pub arena: u64,
+    /// Of a GPU: what the driver's pool holds.
+    pub pool: Option<PoolBytes>,
+    /// Of a GPU: bytes of its memory that are gone since the model began to be opened, whoever has them.
+    pub taken: Option<NowAndPeak<u64>>,
+}
+
+/// Bytes of things that come and go.
+#[derive(Debug, Default)]
+pub(crate) struct Gauge {
+    now: AtomicU64,
+    peak: AtomicU64,
+}
+
+impl Gauge {
+    /// Counts `bytes` until the result is dropped.
+    pub(crate) fn hold(self: &Arc<Self>, bytes: u64) -> Held {
+        let now = self.now.fetch_add(bytes, Ordering::Relaxed) + bytes;
+        self.peak.fetch_max(now, Ordering::Relaxed);
+        Held { gauge: self.clone(), bytes }
+    }
+
+    fn read(&self) -> NowAndPeak<u64> {
+        NowAndPeak { now: self.now.load(Ordering::Relaxed), peak: self.peak.load(Ordering::Relaxed) }
+    }
+}
+
+/// Counted bytes.
+#[derive(Debug)]
+pub(crate) struct Held {
+    gauge: Arc<Gauge>,
+    bytes: u64,
+}
+
+impl Held {
+    /// Counts them as `bytes` from now on.
+    pub(crate) fn set(&mut self, bytes: u64) {
+        *self = self.gauge.hold(bytes);
+    }
+}
+
+impl Drop for Held {
+    fn drop(&mut self) {
+        self.gauge.now.fetch_sub(self.bytes, Ordering::Relaxed);
+    }
+}
+
+/// What a decoder knows of its memory.
+#[derive(Debug, Default)]
+pub(crate) struct Memory {
+    pub(crate) plan: Option<MemoryPlan>,
+    /// Bytes of dense weights as they were loaded.
+    pub(crate) dense: u64,
+    /// Free on the GPU before anything was loaded.
+    pub(crate) free: Option<u64>,
+    pub(crate) kv: Arc<Gauge>,
+}
+
+impl Decoder {
+    /// What its device and the host hold of it.
+    ///
+    /// Of a GPU, peaks are those of the driver's pool and of allocations that only grow; what neither owns (the libraries'
+    /// own memory, kernels, graphs) is the rest of [`MeasuredMemory::taken`].
+    ///
+    /// # Errors
+    /// When the device does not say.
+    pub fn measure_memory(&self) -> Result<MeasuredMemory> {
+        let (stats, held, kv) =
+            (self.experts().stats(), self.experts().device_memory(), self.memory.kv.read());
+        let of = |slots: usize| (slots * stats.slot_bytes) as u64;
+        let (staging, ring) = (of(stats.staging_slots), of(stats.ring_slots));
+        let own = DeviceBytes {
+            dense: self.memory.dense,
+            workspace: held.workspace,
+            buffers: held.buffers + self.fused().map_or(0, |fused| fused.held_bytes()),
+            slots: held.slots.saturating_sub(staging + ring),
+            staging,
+            ring,
+            kv: 0,
+        };
+        let device =
+            NowAndPeak { now: DeviceBytes { kv: kv.now, ..own }, peak: DeviceBytes { kv: kv.peak, ..own } };
+        let arena = self.experts().directory().total_bytes();
+        let mut measured = MeasuredMemory { device, arena, pool: None, taken: None };
+        if let Device::Cuda(_) = self.device() {
+            let pool = cuda_pool(self.device())?;
+            // What the pool has beyond what is accounted for are activations.
+            let others = |kv: u64| self.memory.dense + kv + own.buffers - held.buffers;
+            measured.device.now.workspace += pool.used.saturating_sub(others(kv.now));
+            measured.device.peak.workspace += pool.used_peak.saturating_sub(others(kv.peak));
+            measured.arena = self.experts().backend_info().page_locked.unwrap_or(0);
+            if let Some(free) = self.memory.free {
+                let now = free.saturating_sub(cuda_memory(self.device())?.0);
+                // Everything else only grows.
+                let peak = now + (pool.reserved_peak - pool.reserved);
+                measured.taken = Some(NowAndPeak { now, peak });
+            }
+            measured.pool = Some(pool);
+        }
+        Ok(measured)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_dropped_counts_no_more_and_the_peak_stays() {
+        let gauge = Arc::new(Gauge::default());
+        let (a, b) = (gauge.hold(100), gauge.hold(20));
+        drop(a);
+        assert_eq!(gauge.read(), NowAndPeak { now: 20, peak: 120 });
+        drop((b, gauge.hold(7)));
+        assert_eq!(gauge.read(), NowAndPeak { now: 0, peak: 120 });
+    }
+}
