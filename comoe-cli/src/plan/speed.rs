@@ -22,8 +22,11 @@ const CPU_MEMORY: f64 = 40.0;
 #[derive(Debug, Serialize)]
 pub(super) struct Expected {
     hit_rate: HitRates,
-    /// Where that is from: `trace`, or `assumed` of the share of experts with a slot.
+    /// Where that is from: `trace`; `assumed` of the share of experts with a slot; `resident` where that is all of them;
+    /// `too few` where a token needs more slots than there are, so that whatever is brought has left before its next use.
     hits_from: &'static str,
+    /// Experts that a token uses in all layers.
+    per_token: usize,
     bandwidths: Bandwidths,
     /// Where each is from: `given`, `doctor` or `assumed`.
     link_from: &'static str,
@@ -84,6 +87,7 @@ impl Expected {
         };
         let bandwidths = Bandwidths { link, memory: own };
         let resident = memory.slots.slots >= memory.experts;
+        let per_token = plan.directory().layers().len() * plan.top_k();
         let trace = args.trace.as_deref().map(Trace::open).transpose().map_err(Error::core)?;
         if let Some(trace) = &trace {
             trace.info().check_model(plan.directory()).map_err(Error::core)?;
@@ -97,6 +101,7 @@ impl Expected {
                 let score = replay(trace, ReplayPolicy::Online(policy), cache.scope, slots);
                 (HitRates::known(score.hit_rate()), "trace")
             }
+            None if memory.slots.slots < per_token => (HitRates::known(0.0), "too few"),
             None => (HitRates::assumed(memory.share()), "assumed"),
         };
         let token = plan.token_bytes();
@@ -104,6 +109,7 @@ impl Expected {
         Ok(Self {
             hit_rate,
             hits_from,
+            per_token,
             bandwidths,
             link_from,
             memory_from,
@@ -120,6 +126,7 @@ impl Expected {
             "hits",
             match self.hits_from {
                 "resident" => "all: every expert has a slot".to_owned(),
+                "too few" => format!("none: a token uses {} experts, more than have a slot", self.per_token),
                 "trace" => format!("{} when the trace is played", percent(high)),
                 _ => format!(
                     "{} to {}: assumed, as recorded routing of comoe-tiny and of Qwen3-30B-A3B has it at this share",

@@ -186,6 +186,14 @@ fn hits_of_a_trace_are_those_of_its_replay_and_bandwidths_are_doctors() {
     let all = 6.0 * 2.0 * json["experts"]["record_bytes"].as_f64().unwrap();
     assert!((per_token - (1.0 - rate) * all).abs() <= 1.0, "{expected}");
 
+    // A token uses twelve.
+    let few = tiny("plan", "--device cpu --slots 11 --json").json();
+    assert_eq!(
+        (&few["expected"]["hits_from"], &few["expected"]["hit_rate"]["high"]),
+        (&"too few".into(), &0.0.into())
+    );
+    assert_eq!(few["expected"]["bytes_per_token"][1].as_f64(), Some(all));
+
     let folder = tempfile::tempdir().unwrap();
     let doctor = folder.path().join("doctor.json");
     let measured = r#"{"host": {"read_all_threads": 50.0}, "gpus": [{"transfers": [{"locked": 12.5}]}]}"#;
