@@ -293,6 +293,8 @@ impl Pool {
                 self.staged.retain(|&r| r != record);
                 self.staging_free.push(slot);
             }
+            // Holds nothing.
+            Home::Away => {}
         }
     }
 
