@@ -30,6 +30,8 @@ pub(crate) enum Ask {
     Transfer(TransferArgs),
     /// Measure memory of comoe-tiny on the CPU by number of slots.
     Memory(MemoryArgs),
+    /// Measure how fast the experts of a packed store are read from disk and from the system's page cache.
+    Reading(ReadingArgs),
     /// Compare the formats of comoe-tiny's experts at equal bytes of the pool: slots, hits, speed, distance from BF16.
     Formats(FormatsArgs),
 }
@@ -93,6 +95,9 @@ pub(crate) struct DecodeArgs {
     /// Measure with every expert in its slot, too (also when no slots are given).
     #[arg(long)]
     pub(crate) resident: bool,
+    /// Most RAM for the experts of --store, such as 2G, on the CPU the slots included; the others are read from disk.
+    #[arg(long, value_name = "SIZE", value_parser = parse_size)]
+    pub(crate) ram: Option<u64>,
     /// Who drives the steps: auto, host or device.
     #[arg(long, default_value = "auto")]
     pub(crate) driver: DriverKind,
@@ -215,6 +220,18 @@ pub(crate) struct MemoryArgs {
     /// Measure in this process, and print JSON.
     #[arg(long, hide = true)]
     pub(crate) here: bool,
+}
+
+#[derive(Debug, ClapArgs)]
+pub(crate) struct ReadingArgs {
+    /// A packed store, as `synth` or `comoe pack` writes it.
+    pub(crate) store: PathBuf,
+    /// Threads that read; several, separated by commas, are measured one after the other.
+    #[arg(long, value_delimiter = ',', default_value = "1,2,4,8,16")]
+    pub(crate) threads: Vec<usize>,
+    /// Most bytes that are read for each row, such as 1G.
+    #[arg(long, value_name = "SIZE", value_parser = parse_size, default_value = "1G")]
+    pub(crate) most: u64,
 }
 
 #[derive(Debug, ClapArgs)]

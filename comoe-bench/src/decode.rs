@@ -4,6 +4,7 @@
 //! random model writes itself soon repeats). The experts alone: one layer after the other, routed uniformly at random.
 
 mod measured;
+mod tier;
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -13,7 +14,7 @@ use candle_core::{DType, Device, Tensor};
 use comoe_core::backend::Backend;
 use comoe_core::backend::cpu::CpuBackend;
 use comoe_core::backend::cuda::ResidentFormat;
-use comoe_core::store::{Checkpoint, Naming, RecordSource};
+use comoe_core::store::{Checkpoint, Naming, RecordSource, TieredSource};
 use comoe_core::{
     CacheOptions, Capacity, CudaOptions, DriverKind, ExpertCache, ExpertFormat, ExpertStore, PolicyKind,
     Prefetch, PrefetchTrigger,
@@ -22,12 +23,14 @@ use comoe_models::load::{ConfigFile, DenseWeights};
 use comoe_models::{Decoder, KvFormat, Rows, arch};
 use serde::Serialize;
 
+use self::measured::{Digest, Watch, free_memory};
 pub use self::measured::{Measured, Memory};
-use self::measured::{Watch, free_memory};
+pub use self::tier::Tiers;
 use crate::counting::{Counting, Evenness, Uses};
 use crate::dense::write_dense;
 use crate::error::{Error, Result};
 use crate::noise::Noise;
+use crate::report::rss_anon;
 use crate::shape::Shape;
 use crate::synth::{self, SynthSource};
 use crate::timeline::{Row, Timeline};
@@ -76,6 +79,8 @@ pub struct Decode {
     pub dense: Option<PathBuf>,
     /// Bytes for the ring that a prompt's experts pass through; `None`: as the cache decides.
     pub ring: Option<u64>,
+    /// Most RAM for the experts, on the CPU the slots included; `None`: no limit. Wants a packed store.
+    pub ram: Option<u64>,
     /// Takes down what runs when, on the CPU.
     pub timeline: Option<Arc<Timeline>>,
 }
@@ -99,6 +104,7 @@ impl Decode {
             store: None,
             dense: None,
             ring: None,
+            ram: None,
             timeline: None,
         }
     }
@@ -123,7 +129,7 @@ impl Decode {
         let before = free_memory(device)?;
         let start = Instant::now();
         say("making the experts");
-        let (cache, uses) = self.cache(device)?;
+        let (cache, uses, tier) = self.tiered(device)?;
         let directory = cache.directory().clone();
         let model = match self.part {
             Part::Experts => Running::Experts(Box::new(self.experts(cache, device)?)),
@@ -141,6 +147,10 @@ impl Decode {
             model.token(&mut noise)?;
         }
         model.cache().reset_stats();
+        if let Some(tier) = &tier {
+            tier.reset_stats();
+        }
+        let mut digest = Digest::default();
         let mut times = Vec::with_capacity(self.steps);
         let mut watch = Watch::default();
         if let Some(timeline) = &self.timeline {
@@ -148,8 +158,9 @@ impl Decode {
         }
         for step in 0..self.steps {
             let start = Instant::now();
-            model.token(&mut noise)?;
+            let numbers = model.token(&mut noise)?;
             times.push(start.elapsed());
+            digest.add(&numbers);
             if let Some(timeline) = &self.timeline {
                 timeline.add(Row::Forward, || format!("token {step}"), start);
             }
@@ -170,7 +181,10 @@ impl Decode {
             }),
             _ => None,
         };
-        Ok(self.measured(&times, model.cache(), load_s, Evenness::of(&directory, &uses), memory))
+        let evenness = Evenness::of(&directory, &uses);
+        let measured = self.measured(&times, model.cache(), load_s, evenness, memory);
+        let tier = tier.map(|tier| Tiers::of(&tier.stats(), model.cache().stats().hits(), times.len()));
+        Ok(Measured { digest: digest.to_string(), tier, rss_anon: rss_anon().unwrap_or(0), ..measured })
     }
 
     /// Whether sizes fit.
@@ -192,6 +206,12 @@ impl Decode {
     }
 
     pub(crate) fn cache(&self, device: &Device) -> Result<(ExpertCache, Uses)> {
+        let (cache, uses, _) = self.tiered(device)?;
+        Ok((cache, uses))
+    }
+
+    /// The cache, and the RAM in front of its store where that is limited.
+    fn tiered(&self, device: &Device) -> Result<(ExpertCache, Uses, Option<Arc<TieredSource>>)> {
         let Self { shape, format, .. } = self;
         if self.timeline.is_some() && !device.is_cpu() {
             return Err(Error::BadOption {
@@ -234,12 +254,14 @@ impl Decode {
         let mut cuda = CudaOptions::default();
         cuda.resident = self.resident;
         let cuda = cuda.with_experts(experts);
+        let tier = self.tier(&store, device)?;
+        let (source, cuda) = match &tier {
+            Some(tier) => (tier.clone() as Arc<dyn RecordSource>, cuda.with_tier(tier.clone())),
+            None => (store.source(), cuda),
+        };
         let backend = match &self.timeline {
-            Some(timeline) => {
-                let source = timeline.source(store.source());
-                timeline.backend(backend(device, source, cuda.clone())?)
-            }
-            None => backend(device, store.source(), cuda.clone())?,
+            Some(timeline) => timeline.backend(backend(device, timeline.source(source), cuda.clone())?),
+            None => backend(device, source, cuda.clone())?,
         };
         let (backend, uses) = Counting::new(backend, store.directory().len());
         let options = CacheOptions {
@@ -260,7 +282,7 @@ impl Decode {
             .cuda(cuda)
             .options(options)
             .build()?;
-        Ok((cache, uses))
+        Ok((cache, uses, tier))
     }
 
     fn experts(&self, cache: ExpertCache, device: &Device) -> Result<ExpertsAlone> {
@@ -387,10 +409,10 @@ impl Running {
         }
     }
 
-    /// Many tokens at once.
-    fn prompt(&mut self, tokens: usize, noise: &mut Noise) -> Result<()> {
+    /// Many tokens at once; hands out the last one's logits, or what the last layer's experts gave.
+    fn prompt(&mut self, tokens: usize, noise: &mut Noise) -> Result<Vec<f32>> {
         if tokens == 0 {
-            return Ok(());
+            return Ok(Vec::new());
         }
         match self {
             Self::Experts(e) => e.step(tokens, noise),
@@ -398,14 +420,13 @@ impl Running {
                 let vocab = decoder.plan().vocab;
                 let ids: Vec<u32> = (0..tokens).map(|_| noise.below(vocab) as u32).collect();
                 let logits = decoder.forward(&ids, kv, Rows::Last)?;
-                logits.flatten_all()?.to_vec1::<f32>()?;
-                Ok(())
+                Ok(logits.flatten_all()?.to_vec1::<f32>()?)
             }
         }
     }
 
     /// One token, until its result is on the host.
-    fn token(&mut self, noise: &mut Noise) -> Result<()> {
+    fn token(&mut self, noise: &mut Noise) -> Result<Vec<f32>> {
         match self {
             Self::Experts(e) => e.step(1, noise),
             Self::Model { .. } => self.prompt(1, noise),
@@ -416,7 +437,7 @@ impl Running {
 impl ExpertsAlone {
     /// `tokens` tokens through every layer, each with experts of its own. The ids are on the device, as a router leaves
     /// them.
-    fn step(&self, tokens: usize, noise: &mut Noise) -> Result<()> {
+    fn step(&self, tokens: usize, noise: &mut Noise) -> Result<Vec<f32>> {
         let Self { cache, shape, x, device } = self;
         let x = x.repeat((tokens, 1))?;
         let weights = Tensor::full(1.0 / shape.top_k as f32, (tokens, shape.top_k), &Device::Cpu)?;
@@ -427,10 +448,10 @@ impl ExpertsAlone {
             let ids = Tensor::from_vec(ids, (tokens, shape.top_k), device)?;
             y = Some(cache.layer(layer).forward(&x, &ids, &weights)?);
         }
-        if let Some(y) = y {
-            y.to_dtype(DType::F32)?.flatten_all()?.to_vec1::<f32>()?;
+        match y {
+            Some(y) => Ok(y.to_dtype(DType::F32)?.flatten_all()?.to_vec1::<f32>()?),
+            None => Ok(Vec::new()),
         }
-        Ok(())
     }
 }
 
@@ -486,6 +507,28 @@ mod tests {
         assert!(m.prefetch == "mid-layer" && m.prefetched > 0.0, "{m:?}");
         let other = run(|r| (r.shape.layers, r.store) = (1, Some(path.clone())));
         assert!(other.unwrap_err().to_string().contains("other experts"));
+    }
+
+    #[test]
+    fn numbers_are_the_same_however_little_ram_there_is() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("small.comoe");
+        let bytes = synth::write_store(&path, &Shape::small(), ExpertFormat::INT4, 1, &|_, _| {}).unwrap();
+        let with = |slots, ram: Option<u64>| {
+            run(|r| (r.slots_per_layer, r.ram, r.store) = (Some(slots), ram, Some(path.clone())))
+        };
+        let all = with(8, None).unwrap();
+        let record = bytes / 16;
+        for (slots, records) in [(2, 5), (2, 9), (3, 12)] {
+            let few = with(slots, Some(records * record)).unwrap();
+            assert_eq!(few.digest, all.digest, "{slots} slots a layer, RAM for {records}");
+            let tier = few.tier.unwrap();
+            assert_eq!(tier.ram_experts, records as usize - 2 * slots);
+            assert!(tier.cold > 0.0 && tier.hot > 0.0, "{tier:?}");
+        }
+        assert!(with(3, Some(2 * record)).unwrap_err().to_string().contains("--ram"));
+        let made = run(|r| r.ram = Some(1 << 20)).unwrap_err().to_string();
+        assert!(made.contains("--store"), "{made}");
     }
 
     #[test]

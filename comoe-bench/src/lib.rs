@@ -3,7 +3,7 @@
 //! `benches/` holds the criterion benches; the binary measures what needs a big model or a GPU. Reading order: [`shape`]
 //! (which models), [`synth`], [`dense`] and [`synth_model`] (their weights), [`decode`] and [`prefill`] (a model of a shape, run), [`steps`]
 //! (on a GPU token by token), [`tiny`] (comoe-tiny,
-//! run), [`formats`] (its formats at equal bytes), `transfer` (the link; feature `cuda`), [`report`], [`plot`] and
+//! run), [`formats`] (its formats at equal bytes), [`reading`] (a packed store from disk), `transfer` (the link; feature `cuda`), [`report`], [`plot`] and
 //! [`timeline`] (how results are shown).
 
 pub mod counting;
@@ -17,6 +17,7 @@ pub mod noise;
 pub mod null;
 pub mod plot;
 pub mod prefill;
+pub mod reading;
 pub mod report;
 pub mod shape;
 pub mod steps;

@@ -25,7 +25,9 @@ use comoe_bench::tiny::{self, RunMemory};
 use comoe_bench::{Error, Result, formats, synth};
 use comoe_core::Prefetch;
 
-use crate::args::{Args, Ask, DecodeArgs, FormatsArgs, MemoryArgs, PrefillArgs, SynthArgs, TransferArgs};
+use crate::args::{
+    Args, Ask, DecodeArgs, FormatsArgs, MemoryArgs, PrefillArgs, ReadingArgs, SynthArgs, TransferArgs,
+};
 use crate::show::{heading, show_decode, show_formats, show_prefill, show_steps};
 
 fn main() -> ExitCode {
@@ -35,6 +37,7 @@ fn main() -> ExitCode {
         Ask::Prefill(args) => prefill_shape(&args),
         Ask::Transfer(args) => transfer(&args),
         Ask::Memory(args) => memory(&args),
+        Ask::Reading(args) => reading(&args),
         Ask::Formats(args) => formats_of_tiny(&args),
     };
     match result {
@@ -150,6 +153,7 @@ fn decode_shape(args: &DecodeArgs) -> Result<()> {
             seed: args.model.seed,
             store: args.model.store.clone(),
             dense: Some(dense.clone()),
+            ram: args.ram,
             timeline: timeline.clone(),
             ..Decode::new(shape.clone())
         };
@@ -333,6 +337,21 @@ fn transfer(args: &TransferArgs) -> Result<()> {
 #[cfg(not(feature = "cuda"))]
 fn transfer(args: &TransferArgs) -> Result<()> {
     comoe_core::cuda_device(args.ordinal)?;
+    Ok(())
+}
+
+fn reading(args: &ReadingArgs) -> Result<()> {
+    let rows = comoe_bench::reading::measure(&args.store, &args.threads, args.most)?;
+    heading(&format!("Reading the experts of {}", args.store.display()), &Device::Cpu);
+    let mut table =
+        Table::new(&["how", "threads", "cold GB/s", "ms an expert", "cached GB/s", "ms an expert"]);
+    for row in rows {
+        let [cold, cached] =
+            [row.cold, row.cached].map(|r| [format!("{:.2}", r.gb_per_s), format!("{:.2}", r.ms_per_record)]);
+        let [[cold, cold_ms], [cached, cached_ms]] = [cold, cached];
+        table.row([row.how.to_owned(), row.threads.to_string(), cold, cold_ms, cached, cached_ms]);
+    }
+    println!("{table}");
     Ok(())
 }
 

@@ -84,6 +84,42 @@ pub(crate) fn show_steps(device: &Device, runs: &[Stepped]) {
     notes.iter().for_each(|note| println!("- {note}"));
 }
 
+/// Where experts were, for the runs whose RAM is limited.
+fn show_tiers(measured: &[Measured]) {
+    if measured.iter().all(|m| m.tier.is_none()) {
+        return;
+    }
+    let heads = [
+        "slots/layer",
+        "experts in RAM beside",
+        "hot/token",
+        "warm/token",
+        "cold/token",
+        "read early",
+        "disk GB/s",
+        "waited ms/token",
+        "RssAnon MiB",
+        "digest of all logits",
+    ];
+    let mut table = Table::new(&heads);
+    for m in measured {
+        let Some(tier) = &m.tier else { continue };
+        table.row([
+            format!("{} of {}", m.slots_per_layer[0], m.slots_per_layer[1]),
+            tier.ram_experts.to_string(),
+            format!("{:.1}", tier.hot),
+            format!("{:.1}", tier.warm),
+            format!("{:.1}", tier.cold),
+            format!("{:.1}", tier.early),
+            format!("{:.2}", tier.disk_gb_per_s),
+            format!("{:.1}", tier.waited_ms),
+            format!("{:.0}", m.rss_anon as f64 / f64::from(1 << 20)),
+            m.digest.clone(),
+        ]);
+    }
+    println!("{table}");
+}
+
 pub(crate) fn show_decode(device: &Device, measured: &[Measured]) {
     let Some(first) = measured.first() else { return };
     let part = match first.part {
@@ -129,6 +165,7 @@ pub(crate) fn show_decode(device: &Device, measured: &[Measured]) {
         ]);
     }
     println!("{table}");
+    show_tiers(measured);
     let mut table =
         Table::new(&["entropy of expert use, host's steps", "mean", "least even layer", "uniform draws"]);
     for m in measured {

@@ -171,6 +171,10 @@ impl RecordSource for TimedSource {
         }
         Ok(())
     }
+
+    fn announce(&self, records: &mut dyn Iterator<Item = RecordIndex>, ahead: bool) {
+        self.inner.announce(records, ahead);
+    }
 }
 
 struct TimedBackend {

@@ -71,9 +71,6 @@ pub(crate) struct DoctorArgs {
 pub(crate) struct PlanArgs {
     #[command(flatten)]
     pub(crate) model: ModelArgs,
-    /// Host memory for the experts, such as 64G [default: what is available here]
-    #[arg(long, value_name = "SIZE", value_parser = parse_size, help_heading = "Plan")]
-    pub(crate) ram: Option<u64>,
     /// Sequences side by side, each with a KV cache of its own
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = parse_positive, help_heading = "Plan")]
     pub(crate) batch: usize,
@@ -241,6 +238,10 @@ pub(crate) struct ModelArgs {
     /// from run to run
     #[arg(long, value_name = "FILE|auto", help_heading = "Experts and memory")]
     pub(crate) pin: Option<PathBuf>,
+    /// Most RAM for experts, such as 24G: those that are used most are kept in it, the others are read from disk; on the CPU
+    /// the pool is part of it [default: no limit]
+    #[arg(long, value_name = "SIZE", value_parser = parse_size, help_heading = "Experts and memory")]
+    pub(crate) ram: Option<u64>,
     /// How experts are stored: source (what fits the checkpoint best), bf16, mxfp4, int8 or int4; int4-g32 chooses the
     /// group too
     #[arg(
@@ -441,6 +442,7 @@ mod tests {
         assert_eq!(room(&["--pool", "900K"]).unwrap(), Some(Capacity::Bytes(900 << 10)));
         assert_eq!(room(&["--resident"]).unwrap(), Some(Capacity::All));
         assert_eq!(generate(&["--pool=1G", "--ring=256M"]).unwrap().model.ring, Some(256 << 20));
+        assert_eq!(generate(&["--pool=1G", "--ram=2G"]).unwrap().model.ram, Some(2 << 30));
         for two in [["--slots=9", "--resident"], ["--slots=9", "--pool=1G"], ["--pool=1G", "--resident"]] {
             assert_eq!(room(&two).unwrap_err().kind(), clap::error::ErrorKind::ArgumentConflict, "{two:?}");
         }

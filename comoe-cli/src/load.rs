@@ -131,9 +131,11 @@ pub(crate) fn options(args: &ModelArgs, on_gpu: bool) -> LoadOptions {
         context: args.context,
         most_context: args.context_limit,
         cache: CacheOptions {
-            capacity: args.capacity().unwrap_or_else(|| match on_gpu || args.vram.is_some() {
-                true => Capacity::Fit,
-                false => share_of(ram_available()),
+            capacity: args.capacity().unwrap_or_else(|| {
+                match on_gpu || args.vram.is_some() || args.ram.is_some() {
+                    true => Capacity::Fit,
+                    false => share_of(ram_available()),
+                }
             }),
             policy: args.policy,
             scope: args.scope,
@@ -141,6 +143,7 @@ pub(crate) fn options(args: &ModelArgs, on_gpu: bool) -> LoadOptions {
             driver: args.driver,
             ring: args.ring,
             budget: args.vram,
+            ram: args.ram,
             ..CacheOptions::default()
         },
         format: match args.format {

@@ -108,10 +108,7 @@ pub(crate) fn run(args: &PlanArgs) -> Result<()> {
         Planned::Here(path) => load::name_of_model(path),
         Planned::Headers(_, name) => name.clone(),
     };
-    let mut options = load::options(&args.model, on_gpu);
-    if !on_gpu && args.model.vram.is_none() && args.model.capacity().is_none() && args.ram.is_some() {
-        options.cache.capacity = load::share_of(args.ram);
-    }
+    let options = load::options(&args.model, on_gpu);
     let target = Target { on_gpu, batch: args.batch };
     let case = Case { path: model.path(), room: &room, target, options };
     let (plan, memory) = case.plan()?;
@@ -138,7 +135,7 @@ fn room(args: &PlanArgs, on_gpu: bool) -> Result<Room> {
             let free = if args.model.vram.is_some() {
                 u64::MAX
             } else {
-                args.ram.or_else(ram_available).unwrap_or(u64::MAX)
+                args.model.ram.or_else(ram_available).unwrap_or(u64::MAX)
             };
             return Ok(room("this machine".to_owned(), free));
         }
@@ -187,7 +184,7 @@ impl Report {
         memory: &std::result::Result<MemoryPlan, comoe_models::Error>,
     ) -> Result<Self> {
         let shared = memory.as_ref().ok();
-        let ram = Ram::new(plan, shared, args.ram.or_else(ram_available));
+        let ram = Ram::new(plan, shared, args.model.ram.or_else(ram_available));
         let slots = shared.map(|m| m.slots).unwrap_or_default();
         let expected = shared.map(|m| Expected::new(args, case, plan, m)).transpose()?;
         Ok(Self {

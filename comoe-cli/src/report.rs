@@ -79,9 +79,52 @@ struct Cache {
     prefetch_wasted: u64,
     prefetch_wasted_bytes: u64,
     stalled_s: f64,
+    /// Absent where RAM has room for every expert.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    tiers: Option<Tiers>,
     /// GB/s of transfers while they ran; absent before the first, or where their time is not known.
     #[serde(skip_serializing_if = "Option::is_none")]
     link_gb_s: Option<f64>,
+}
+
+/// Where experts were when they were needed, in numbers of them.
+#[derive(Debug, Serialize)]
+struct Tiers {
+    /// In a slot.
+    hot: u64,
+    /// In RAM.
+    warm: u64,
+    /// On disk.
+    cold: u64,
+    /// Of the cold ones, those that had been read when they were needed.
+    cold_early: u64,
+    /// Experts that RAM holds, on the CPU beside the slots.
+    ram_experts: usize,
+    disk_reads: u64,
+    disk_bytes: u64,
+    /// Read and not used.
+    disk_unused: u64,
+    /// Time with a read under way.
+    disk_s: f64,
+    /// Time that slots waited for reads, added up.
+    disk_waited_s: f64,
+}
+
+impl Tiers {
+    fn of(stats: &CacheStats) -> Option<Self> {
+        stats.tier.map(|tier| Self {
+            hot: stats.hits(),
+            warm: tier.warm,
+            cold: tier.cold,
+            cold_early: tier.early,
+            ram_experts: tier.places,
+            disk_reads: tier.reads,
+            disk_bytes: tier.read_bytes,
+            disk_unused: tier.unused,
+            disk_s: tier.reading.as_secs_f64(),
+            disk_waited_s: tier.waited.as_secs_f64(),
+        })
+    }
 }
 
 impl<'a> Report<'a> {
@@ -155,6 +198,7 @@ impl Cache {
             prefetch_wasted: stats.prefetch_wasted,
             prefetch_wasted_bytes: stats.prefetch_wasted_bytes,
             stalled_s: stats.time.stalled.as_secs_f64(),
+            tiers: Tiers::of(stats),
             link_gb_s: stats.bandwidth(),
         }
     }

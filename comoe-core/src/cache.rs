@@ -3,6 +3,7 @@
 mod builder;
 mod elastic;
 mod options;
+mod ram;
 mod token;
 
 use std::path::Path;
@@ -24,14 +25,17 @@ use crate::pool::Pool;
 use crate::predict::Correlation;
 use crate::schedule::{Engine, Need, Step};
 use crate::stats::CacheStats;
-use crate::store::{Directory, ExpertStore, RecordIndex, RecordSource};
+use crate::store::{Directory, ExpertStore, RecordIndex, RecordSource, TieredSource};
 use crate::trace::{Routed, RoutingObserver};
 
 /// What both caches share.
 struct Core {
     engine: Mutex<Engine>,
     directory: Arc<Directory>,
+    /// What slots are compared with.
     source: Arc<dyn RecordSource>,
+    /// Where RAM holds less than all of it: what the backend reads.
+    tier: Option<Arc<TieredSource>>,
     info: BackendInfo,
     notes: Vec<String>,
     device: Device,
@@ -100,6 +104,18 @@ impl Core {
         Ok(needs)
     }
 
+    fn stats(&self) -> CacheStats {
+        let tier = self.tier.as_ref().map(|tier| tier.stats());
+        CacheStats { tier, ..self.engine().stats() }
+    }
+
+    fn reset_stats(&self) {
+        self.engine().reset_stats();
+        if let Some(tier) = &self.tier {
+            tier.reset_stats();
+        }
+    }
+
     fn check(&self) -> Result<usize> {
         self.engine().check_slots(&|record, out| self.source.read(record, out))
     }
@@ -113,12 +129,12 @@ macro_rules! shared_methods {
     () => {
         /// Counters since the cache was built or reset. Where the device drives steps, waits for those so far.
         pub fn stats(&self) -> CacheStats {
-            self.core.engine().stats()
+            self.core.stats()
         }
 
         /// Starts the counters anew. What is in the slots stays.
         pub fn reset_stats(&self) {
-            self.core.engine().reset_stats();
+            self.core.reset_stats();
         }
 
         /// The device, and what is in force on it.

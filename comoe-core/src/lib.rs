@@ -62,6 +62,7 @@ mod schedule;
 #[cfg(test)]
 mod schedule_tests;
 mod simd;
+mod slab;
 pub mod stats;
 pub mod store;
 mod sys;

@@ -279,6 +279,25 @@ impl Pool {
         }
     }
 
+    /// Forgets `record`, whose fill has failed: its slot is free again.
+    pub fn forget(&mut self, record: RecordIndex) {
+        let Some(slot) = self.slot_of[record.0 as usize].take() else { return };
+        let Slot { state, home } = &mut self.slots[slot.0 as usize];
+        *state = SlotState::Free;
+        match *home {
+            Home::Partition(p) => {
+                self.partitions[p].policy.remove(record);
+                self.partitions[p].free.push(slot);
+            }
+            Home::Staging => {
+                self.staged.retain(|&r| r != record);
+                self.staging_free.push(slot);
+            }
+            // Holds nothing.
+            Home::Away => {}
+        }
+    }
+
     /// Accesses the records of one step of layer ordinal `layer`, each once, in order, and returns who missed with the
     /// slot that it was given: what a device-driven step does (see [`DeviceDriver`](crate::backend::DeviceDriver)). A
     /// miss counts as arrived; with every record of the partition in the set, it gets no slot.
@@ -483,6 +502,12 @@ impl Pool {
         self.slots[slot.0 as usize].state = state;
         self.slot_of[record.0 as usize] = Some(slot);
         self.partitions[self.shape.partition_of[layer]].policy.insert(record);
+    }
+
+    /// Whether no record is pinned.
+    #[cfg(test)]
+    pub(crate) fn pin_free(&self) -> bool {
+        !self.pinned.contains(&true)
     }
 
     /// Describes the first broken invariant, if any. For tests and `--check`.

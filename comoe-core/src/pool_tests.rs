@@ -129,6 +129,22 @@ impl Naive {
     }
 }
 
+#[test]
+fn a_record_whose_fill_failed_leaves_its_slot_free() {
+    for policy in PolicyKind::ALL {
+        let mut p = pool_by(policy, PoolShape::global(2, 1, 1), 8);
+        let slot = p.place(0, r(0)).unwrap();
+        p.place(0, r(1));
+        p.stage(r(2));
+        p.forget(r(0));
+        p.forget(r(2));
+        p.forget(r(7));
+        assert_eq!((p.locate(r(0)), p.locate(r(2)), p.free(0), p.staging_left()), (None, None, 1, 1));
+        assert_eq!(p.inconsistency(), None);
+        assert_eq!(p.place(0, r(3)), Some(slot));
+    }
+}
+
 proptest! {
     /// Sizes that change between steps leave what a naive pool has left.
     #[test]

@@ -4,6 +4,7 @@ use std::fmt;
 
 use crate::backend::TransferTime;
 use crate::machine::gb_per_s;
+use crate::store::TierStats;
 
 /// Counters of one layer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -82,6 +83,8 @@ pub struct CacheStats {
     pub prefetch_judged: bool,
     /// Time of transfers, and of waiting for them.
     pub time: TransferTime,
+    /// Where RAM holds fewer records than there are: what came from it, and what from disk.
+    pub tier: Option<TierStats>,
 }
 
 /// Fewer accesses than this say nothing about a hit rate.
@@ -155,6 +158,40 @@ impl CacheStats {
             ));
         }
         warnings
+    }
+}
+
+/// A line about where records were.
+struct Tiers<'a> {
+    stats: &'a CacheStats,
+    tier: &'a TierStats,
+}
+
+impl fmt::Display for Tiers<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { stats, tier } = self;
+        write!(
+            f,
+            "tiers    hot {} (in a slot), warm {} (in RAM, which holds {} experts, {}), cold {} (from disk, {} of them read \
+             before they were asked for)",
+            stats.hits(),
+            tier.warm,
+            tier.places,
+            human_bytes((tier.places * tier.place_bytes) as u64),
+            tier.cold,
+            tier.early
+        )?;
+        if tier.reads > 0 {
+            write!(
+                f,
+                "; {} read at {:.2} GB/s, {} experts of it unused, {:.1} ms waited for",
+                human_bytes(tier.read_bytes),
+                gb_per_s(tier.read_bytes, tier.reading),
+                tier.unused,
+                tier.waited.as_secs_f64() * 1e3
+            )?;
+        }
+        Ok(())
     }
 }
 
@@ -259,6 +296,9 @@ impl fmt::Display for CacheStats {
                 if by_layer.is_empty() { "none".to_owned() } else { by_layer.join("; ") }
             )?;
         }
+        if let Some(tier) = &self.tier {
+            writeln!(f, "{}", Tiers { stats: self, tier })?;
+        }
         let moving = self.time.demand + self.time.prefetch;
         write!(
             f,
@@ -301,6 +341,32 @@ mod tests {
         assert_eq!(CacheStats { time, ..stats(1, 1) }.bandwidth(), None, "nothing moved");
         let half = CacheStats { time, read_through_bytes: 2_000_000_000, ..moved };
         assert_eq!(half.bandwidth(), Some(2.0), "what kernels read has no time");
+    }
+
+    #[test]
+    fn tiers_are_told_where_there_are_some() {
+        use std::time::Duration;
+
+        assert!(!stats(3, 1).to_string().contains("tiers"));
+        let tier = TierStats {
+            places: 8,
+            place_bytes: 1 << 20,
+            warm: 2,
+            cold: 5,
+            early: 1,
+            reads: 6,
+            read_bytes: 6_000_000,
+            unused: 1,
+            reading: Duration::from_millis(3),
+            waited: Duration::from_millis(2),
+        };
+        let text = CacheStats { tier: Some(tier), ..stats(3, 7) }.to_string();
+        let line = text.lines().find(|l| l.starts_with("tiers")).unwrap();
+        for part in
+            ["hot 3 ", "warm 2 ", "8 experts, 8.0 MiB", "cold 5 (from disk, 1 of", "2.00 GB/s, 1 experts"]
+        {
+            assert!(line.contains(part), "{part}: {line}");
+        }
     }
 
     #[test]

@@ -65,6 +65,47 @@ fn every_pool_equals_the_resident_run(format: Option<ExpertFormat>) {
     assert_eq!(runs, (EXPERTS - TOP_K + 1) * 16);
 }
 
+/// RAM for fewer experts than there are, from the least that works to all but one: in slots and beside them.
+#[test]
+fn however_few_experts_ram_holds() {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../assets/comoe-tiny");
+    let converted = tempfile::tempdir().unwrap();
+    for format in [None, Some(ExpertFormat::INT4)] {
+        let load = |cache: CacheOptions| {
+            let cache_dir = Some(converted.path().to_owned());
+            let options =
+                LoadOptions { cache, format, cache_dir, context: Some(64), ..LoadOptions::default() };
+            Model::load(&folder, &Device::Cpu, &options, &|_| {}).unwrap()
+        };
+        let all = load(CacheOptions::default());
+        let (want, record) = (answer(&all), all.experts().stats().slot_bytes as u64);
+        for (i, held) in (TOP_K + 1..EXPERTS).step_by(3).enumerate() {
+            let prefetch = match i % 4 {
+                n if held < 8 * TOP_K || n == 0 => Prefetch::Off,
+                n => [Prefetch::Correlation, Prefetch::StaleGate, Prefetch::Auto][n - 1],
+            };
+            let policy = [PolicyKind::Auto, PolicyKind::Lru, PolicyKind::Lfu, PolicyKind::Lfru][i / 4 % 4];
+            // As few slots as work, a third of it, and what the cache makes of it.
+            let capacity =
+                [Capacity::Slots(TOP_K), Capacity::Slots((held / 3).max(TOP_K)), Capacity::Fit][i % 3];
+            let ram = Some(held as u64 * record);
+            let cache = CacheOptions { capacity, policy, prefetch, ram, ..CacheOptions::default() };
+            let model = load(cache.clone());
+            assert!(answer(&model) == want, "{format:?} {cache:?}");
+            model.experts().check().unwrap();
+            let stats = model.experts().stats();
+            let tier = stats.tier.unwrap();
+            assert_eq!(stats.slots + stats.staging_slots + tier.places, held, "{cache:?}");
+            assert!(tier.cold > 0 && tier.cold <= tier.reads, "{cache:?} {tier:?}");
+            let came = tier.warm + tier.cold;
+            assert!(
+                (stats.records_moved..=stats.records_moved + stats.prefetched).contains(&came),
+                "{cache:?}"
+            );
+        }
+    }
+}
+
 #[test]
 fn as_in_the_checkpoint() {
     every_pool_equals_the_resident_run(None);

@@ -6,7 +6,7 @@ use candle_core::Device;
 use comoe_core::ExpertCache;
 use serde::Serialize;
 
-use super::{Decode, Part, trigger_name};
+use super::{Decode, Part, Tiers, trigger_name};
 use crate::counting::Evenness;
 use crate::error::Result;
 
@@ -57,6 +57,35 @@ pub struct Measured {
     pub evenness: Evenness,
     /// GPU memory; `None` on the CPU.
     pub memory: Option<Memory>,
+    /// Anonymous memory of the process at the end, in bytes.
+    pub rss_anon: u64,
+    /// Where RAM is limited.
+    pub tier: Option<Tiers>,
+    /// Of the bits of every number that came out of the tokens measured: equal for equal runs, however experts are kept.
+    pub digest: String,
+}
+
+/// FNV-1a (Fowler, Noll, Vo) over the bits of numbers.
+pub(super) struct Digest(u64);
+
+impl Default for Digest {
+    fn default() -> Self {
+        Self(0xcbf2_9ce4_8422_2325)
+    }
+}
+
+impl Digest {
+    pub(super) fn add(&mut self, numbers: &[f32]) {
+        for byte in numbers.iter().flat_map(|n| n.to_bits().to_le_bytes()) {
+            self.0 = (self.0 ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3);
+        }
+    }
+}
+
+impl std::fmt::Display for Digest {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{:016x}", self.0)
+    }
 }
 
 /// GPU memory in bytes: what was to be expected, and what was there.
@@ -129,6 +158,9 @@ impl Decode {
             prefetch_used: stats.prefetch_used as f64 / stats.prefetched.max(1) as f64,
             evenness,
             memory,
+            rss_anon: 0,
+            tier: None,
+            digest: String::new(),
         }
     }
 }

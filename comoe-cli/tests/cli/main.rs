@@ -17,4 +17,5 @@ mod predictor;
 mod program;
 #[cfg(target_os = "linux")]
 mod terminal;
+mod tiers;
 mod trace;

@@ -4,6 +4,7 @@ use std::sync::{Arc, Mutex};
 
 use candle_core::Device;
 
+use super::ram;
 use super::token::Turns;
 use super::{CacheOptions, Capacity, Core, ExpertCache, RecordCache, Scope};
 use crate::backend::cpu::CpuBackend;
@@ -14,7 +15,8 @@ use crate::policy::PolicyKind;
 use crate::pool::{Pool, PoolShape};
 use crate::predict::{Correlation, EvidenceGate, GateOptions, Predictor, Prefetch, StaleGate};
 use crate::schedule::{Engine, PrefetchEngine, PrefetchTrigger, Rules};
-use crate::store::{Directory, ExpertStore, RecordIndex, RecordSource};
+use crate::stats::human_bytes;
+use crate::store::{Directory, ExpertStore, RecordIndex, RecordSource, TierOptions, TieredSource};
 
 /// Builds a cache; see [`ExpertCache::builder`] and [`RecordCache::builder`].
 #[must_use]
@@ -94,6 +96,12 @@ impl<S> CacheBuilder<S> {
         self
     }
 
+    /// Most host memory for records: see [`CacheOptions::ram`].
+    pub fn ram(mut self, bytes: u64) -> Self {
+        self.options.ram = Some(bytes);
+        self
+    }
+
     /// A backend of the caller's own, instead of the device's.
     pub fn backend(mut self, backend: Box<dyn Backend>) -> Self {
         self.backend = Some(backend);
@@ -123,13 +131,42 @@ impl<S> CacheBuilder<S> {
             Device::Cuda(_) => cuda.slot_bytes(&directory),
             _ => directory.largest_record(),
         };
-        let room = options.room(&device)?;
-        let mut layout = options.layout(&directory, slot_bytes, room.as_ref())?;
-        let backend = match backend {
-            Some(backend) => backend,
-            None => backend_for(&device, &source, cuda)?,
+        let on_gpu = device.is_cuda();
+        let room = match options.ram {
+            Some(ram) if !on_gpu => Some(ram::room(&options, &directory, ram)),
+            _ => options.room(&device)?,
+        };
+        let mut layout = ram::layout(&options, &directory, slot_bytes, room.as_ref(), on_gpu)?;
+        let tier = match ram::places(&options, &directory, &layout, slot_bytes, on_gpu)? {
+            Some(places) => {
+                let (policy, top_k) = (options.policy, options.top_k);
+                Some(Arc::new(TieredSource::new(source.clone(), TierOptions { places, policy, top_k })?))
+            }
+            None => None,
+        };
+        let backend = match (backend, &tier) {
+            (Some(_), Some(_)) => {
+                let reason =
+                    "a backend of the caller's own reads its own source: give that one a TieredSource"
+                        .to_owned();
+                return Err(Error::BadArgument { what: "ram", reason });
+            }
+            (Some(backend), None) => backend,
+            (None, Some(tier)) => {
+                backend_for(&device, &(tier.clone() as Arc<dyn RecordSource>), cuda.with_tier(tier.clone()))?
+            }
+            (None, None) => backend_for(&device, &source, cuda)?,
         };
         let mut info = backend.info();
+        if let Some(tier) = tier.as_ref().map(|tier| tier.stats()) {
+            info.notes.push(format!(
+                "RAM holds {} of {} experts ({}){}, the others are on disk",
+                tier.places,
+                directory.len(),
+                human_bytes((tier.places * tier.place_bytes) as u64),
+                if on_gpu { "" } else { " beside the slots" }
+            ));
+        }
         let records = directory.len();
         let may_drive = options.driver != DriverKind::Host
             && (matches!(device, Device::Cuda(_)) || options.driver == DriverKind::Device);
@@ -185,6 +222,7 @@ impl<S> CacheBuilder<S> {
             engine: Mutex::new(engine),
             directory,
             source,
+            tier,
             info,
             notes: layout.notes,
             device,
@@ -280,7 +318,9 @@ impl CacheBuilder<ExpertStore> {
         let layers = 0..source.directory().layers().len();
         let experts: Vec<_> = layers.map(|o| (*self.store.spec(o), *self.store.layout(o))).collect();
         self.cuda = self.cuda.with_experts(experts);
-        let (core, store) = self.core(source, true)?;
+        let advice = ram::advice(&self.options, &self.store);
+        let (mut core, store) = self.core(source, true)?;
+        core.notes.extend(advice);
         let ordinals = 0..core.directory.layers().len();
         let specs = ordinals.clone().map(|o| *store.spec(o)).collect();
         let layouts = ordinals.map(|o| *store.layout(o)).collect();

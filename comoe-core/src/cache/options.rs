@@ -91,6 +91,10 @@ pub struct CacheOptions {
     /// Experts that stay in slots for good, most wanted first: they are brought when the cache is built, and are never
     /// victims. As many as fit half of the slots that a layer competes for; a token's worth stays free for the others.
     pub pinned: Vec<ExpertId>,
+    /// Most host memory for records, in bytes; on the CPU slots are part of it, on a GPU page-locked memory is. Those that
+    /// it does not hold stay where the source has them, and are brought as they are needed by threads of their own, with
+    /// the policy of slots deciding who leaves. Default: no limit.
+    pub ram: Option<u64>,
     /// Who drives a step.
     pub driver: DriverKind,
     /// Device memory for the ring that a prompt's records pass through, in bytes, on top of the slots; 0 is none, and

@@ -205,6 +205,11 @@ impl ExpertStore {
         }
     }
 
+    /// Whether the records are read from files when they are needed.
+    pub(crate) fn is_in_files(&self) -> bool {
+        matches!(self.origin, Origin::Checkpoint(_) | Origin::Packed(_))
+    }
+
     pub(super) fn source_ref(&self) -> &dyn RecordSource {
         match &self.origin {
             Origin::Checkpoint(source) => &**source,

@@ -1,5 +1,6 @@
 //! Gathers one expert's matrices from wherever a checkpoint keeps them into a record.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use half::f16;
@@ -89,9 +90,21 @@ impl Strided {
 
     /// The bytes from the first element to the last of `[rows, cols]`, both at least 1.
     fn span<'a>(&self, checkpoint: &'a Checkpoint, rows: usize, cols: usize) -> &'a [u8] {
+        let Range { start, end } = self.range(rows, cols);
+        checkpoint.bytes(Region { shard: self.shard, start, len: end - start })
+    }
+
+    /// Where [`Self::span`] is in its shard's file.
+    fn range(&self, rows: usize, cols: usize) -> Range<usize> {
         let last = (rows - 1) * self.row_stride + (cols - 1) * self.col_stride;
-        let len = (last + 1) * self.float.bytes();
-        checkpoint.bytes(Region { shard: self.shard, start: self.start, len })
+        self.start..self.start + (last + 1) * self.float.bytes()
+    }
+
+    /// Whether the matrix lies in its shard as a BF16 record has it.
+    fn is_as_stored(&self, m: &MatrixLayout) -> bool {
+        self.float == FloatType::Bf16
+            && (self.col_stride, self.row_stride) == (1, m.cols)
+            && m.row_bytes == 2 * m.cols
     }
 
     /// Calls `write(row, col, element bytes)` for every element, in tiles.
@@ -420,5 +433,45 @@ impl RecordSource for CheckpointSource {
         let end = layout.down.weights + layout.down.rows * layout.down.row_bytes;
         out[end..].fill(0);
         Ok(())
+    }
+
+    /// What lies in the files as the record has it is read; the system is told of the rest and it is gathered.
+    fn fetch(&self, record: RecordIndex, out: &mut [u8]) -> Result<()> {
+        check_record_len(&self.directory, record, out)?;
+        let parts = &self.experts[record.0 as usize];
+        let layout = &self.layouts[self.directory.ordinal_of(record)];
+        let matrices = [&layout.gate, &layout.up, &layout.down];
+        let as_stored = parts.matrices().map(|part| match part {
+            Part::Plain(matrix) => Some(matrix),
+            Part::Coded(_) => None,
+        });
+        let shards = self.checkpoint.shards();
+        if let ([Some(gate), Some(up), Some(down)], None) = (as_stored, parts.bias)
+            && [gate, up, down].iter().zip(matrices).all(|(from, m)| from.is_as_stored(m))
+        {
+            let mut end = 0;
+            for (from, m) in [gate, up, down].into_iter().zip(matrices) {
+                end = m.weights + m.rows * m.row_bytes;
+                let fetched = shards[from.shard].fetch(from.start, &mut out[m.weights..end]);
+                fetched.map_err(|e| shards[from.shard].unreadable(self.directory.id(record), &e))?;
+            }
+            out[end..].fill(0);
+            return Ok(());
+        }
+        for (from, m) in as_stored.into_iter().zip(matrices).filter_map(|(from, m)| Some((from?, m))) {
+            shards[from.shard].will_need(from.range(m.rows, m.cols));
+        }
+        self.read(record, out)
+    }
+
+    fn release(&self) {
+        for (parts, record) in self.experts.iter().zip((0..).map(RecordIndex)) {
+            let layout = &self.layouts[self.directory.ordinal_of(record)];
+            for (part, m) in parts.matrices().into_iter().zip([&layout.gate, &layout.up, &layout.down]) {
+                if let Part::Plain(from) = part {
+                    self.checkpoint.shards()[from.shard].drop_cache(from.range(m.rows, m.cols));
+                }
+            }
+        }
     }
 }

@@ -21,6 +21,7 @@ mod survey;
 mod testing;
 #[cfg(test)]
 mod tests;
+mod tier;
 
 pub use checkpoint::{Checkpoint, Encoding, TensorView};
 pub use convert::{ConvertOptions, PackReport};
@@ -36,6 +37,9 @@ pub(crate) use packed_writer::write_whole;
 pub use quant::{Quantisation, QuantisedMatrix};
 /// Element type of a checkpoint's tensor.
 pub use safetensors::Dtype;
+#[cfg(feature = "cuda")]
+pub(crate) use tier::Held;
+pub use tier::{TierOptions, TierStats, TieredSource};
 
 use crate::error::{Error, Result};
 
@@ -49,6 +53,19 @@ pub trait RecordSource: Send + Sync {
     /// Writes the record to `out`, which is exactly [`Directory::record_bytes`] long. Fails, naming the expert,
     /// rather than hand out anything but the record's true bytes.
     fn read(&self, record: RecordIndex, out: &mut [u8]) -> Result<()>;
+
+    /// As [`Self::read`], by a thread that may wait for a disk and does not come back for the same record soon. A source of
+    /// files asks the system for all of the record at once and leaves no pages of it mapped.
+    fn fetch(&self, record: RecordIndex, out: &mut [u8]) -> Result<()> {
+        self.read(record, out)
+    }
+
+    /// Says that `records` will be read soon: together, by a step that waits for them, or `ahead` of use. A source that
+    /// brings them from somewhere slow begins now, on threads of its own. Never waits.
+    fn announce(&self, _records: &mut dyn Iterator<Item = RecordIndex>, _ahead: bool) {}
+
+    /// Says that the caller has a copy of every record, so that the system's own, of files, may go.
+    fn release(&self) {}
 }
 
 /// Checks that `record` is of `directory` and `bytes` as long as it.

@@ -495,4 +495,16 @@ impl RecordSource for PackedFile {
         out.copy_from_slice(&self.shard.bytes()[start..start + out.len()]);
         Ok(())
     }
+
+    fn fetch(&self, record: RecordIndex, out: &mut [u8]) -> Result<()> {
+        check_record_len(&self.directory, record, out)?;
+        let fetched = self.shard.fetch(self.starts[record.0 as usize], out);
+        fetched.map_err(|e| self.shard.unreadable(self.directory.id(record), &e))
+    }
+
+    fn release(&self) {
+        // Records follow each other.
+        let first = self.starts.first().copied().unwrap_or_default();
+        self.shard.drop_cache(first..first + self.directory.total_bytes() as usize);
+    }
 }

@@ -8,8 +8,8 @@ use std::sync::LazyLock;
 use candle_core::{DType, Device, Tensor};
 use comoe_core::pool::SlotState;
 use comoe_core::{
-    CacheOptions, Capacity, CudaOptions, ExpertFormat, PolicyKind, Prefetch, ResidentFormat, Scope,
-    cuda_device, cuda_memory,
+    CacheOptions, Capacity, CudaOptions, DriverKind, ExpertFormat, PolicyKind, Prefetch, ResidentFormat,
+    Scope, cuda_device, cuda_memory,
 };
 use comoe_models::{Decoder, Error, GenerateOptions, KvFormat, LoadOptions, Model, Rows};
 
@@ -204,6 +204,73 @@ fn every_pool_size_gives_the_resident_runs_bits() {
     }
     println!("{runs} pools, {by_device} of them driven by the device, each bit for bit as the resident run");
     assert!(by_device > 20, "{by_device}");
+}
+
+/// RAM for fewer experts than there are, from the least that works; page-locked and not.
+#[test]
+#[ignore = "needs a CUDA device"]
+fn however_few_experts_ram_holds_the_bits_are_the_resident_runs() {
+    let prompts = prompts();
+    let (prompt, steps) = (&prompts[0], 16);
+    let with = |format, cache, cuda| LoadOptions {
+        format,
+        cache,
+        cuda,
+        cache_dir: Some(converted()),
+        ..LoadOptions::default()
+    };
+    for format in [None, Some(ExpertFormat::INT4)] {
+        let all = open(&GPU, &with(format, CacheOptions::default(), CudaOptions::default()));
+        let (want, record) = (greedy(&all, prompt, steps), all.experts().stats().slot_bytes as u64);
+        drop(all);
+        for (i, places) in [4u64, 5, 6, 8, 16, 24, 48, 95].into_iter().enumerate() {
+            let cache = CacheOptions {
+                capacity: Capacity::Slots([13, 24, 48, 96][i % 4]),
+                prefetch: [Prefetch::Off, Prefetch::Auto, Prefetch::Correlation][i % 3],
+                driver: [DriverKind::Auto, DriverKind::Auto, DriverKind::Auto, DriverKind::Device][i % 4],
+                ram: Some(places * record),
+                ..CacheOptions::default()
+            };
+            // The device drives nothing that is prefetched.
+            let prefetch = if cache.driver == DriverKind::Device { Prefetch::Off } else { cache.prefetch };
+            let cache = CacheOptions { prefetch, ..cache };
+            let mut cuda = CudaOptions::default();
+            cuda.page_lock_limit = [None, None, None, None, None, Some(0)][i % 6];
+            cuda.resident = match format {
+                Some(_) if i % 2 == 1 => ResidentFormat::Bf16,
+                _ => ResidentFormat::AsStored,
+            };
+            let what = format!("{format:?}, RAM for {places}, {cache:?}");
+            // Expanded to BF16 the arithmetic is another.
+            let want = match cuda.resident {
+                ResidentFormat::AsStored => want.clone(),
+                _ => greedy(&open(&GPU, &with(format, CacheOptions::default(), cuda.clone())), prompt, steps),
+            };
+            let few = open(&GPU, &with(format, cache, cuda.clone()));
+            let have = greedy(&few, prompt, steps);
+            assert_eq!(have.0, want.0, "{what}");
+            assert!(bits(&have.1) == bits(&want.1), "{what}: logits differ in bits");
+            few.experts().check().expect("slots equal the store");
+            let stats = few.experts().stats();
+            let tier = stats.tier.expect("RAM is limited");
+            assert_eq!(tier.places, places as usize, "{what}");
+            assert!(tier.cold > 0 && tier.reads >= tier.cold, "{what}: {tier:?}");
+            let locked = few.experts().backend_info().page_locked;
+            let expected = if cuda.page_lock_limit == Some(0) { 0 } else { places * record_of(&few) };
+            assert_eq!(locked, Some(expected), "{what}");
+            println!("{what}: {} warm, {} cold, {} reads", tier.warm, tier.cold, tier.reads);
+        }
+        let cache = CacheOptions { ram: Some(3 * record), ..CacheOptions::default() };
+        let refused = Decoder::open(&tiny(), &GPU, &with(format, cache, CudaOptions::default()), &|_| {});
+        let text = refused.err().expect("less than the copies keep").to_string();
+        assert!(text.contains("fewer than the 4 experts"), "{text}");
+    }
+    std::fs::remove_dir_all(converted()).expect("the folder goes");
+}
+
+/// Bytes of a stored record.
+fn record_of(model: &Decoder) -> u64 {
+    model.experts().directory().largest_record() as u64
 }
 
 #[test]

@@ -12,10 +12,10 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use super::slab::Slab;
 use crate::backend::{Fill, Queue, SlotId, Ticket, TransferTime};
 use crate::error::{Error, Result};
 use crate::expert::ExpertId;
+use crate::slab::Slab;
 use crate::store::{RecordIndex, RecordSource};
 
 /// How long a thread looks for work before it sleeps. A wake-up takes longer than copying a small record.
@@ -175,6 +175,7 @@ impl CopyQueues {
                 return Err(refused(format!("slot {} twice in one batch", slot.0)));
             }
         }
+        self.shared.source.announce(&mut fills.iter().map(|f| f.record), queue == Queue::Prefetch);
         let mut state = self.shared.lock();
         state.check()?;
         let mut other = 0;

@@ -4,7 +4,6 @@ mod activation;
 mod copy;
 mod decode;
 mod kernels;
-mod slab;
 mod step;
 
 use std::ops::Range;
@@ -14,13 +13,13 @@ use std::time::Duration;
 use candle_core::Tensor;
 
 use self::copy::CopyQueues;
-use self::slab::{Slab, SlotRead};
 pub(super) use self::step::Step;
 use super::{
     Backend, BackendInfo, BackendMemory, Chunks, Fill, Queue, SlotId, Ticket, TransferTime, Work, WorkItem,
 };
 use crate::error::{Error, Result};
 use crate::expert::RECORD_ALIGN;
+use crate::slab::{Slab, SlotRead};
 use crate::store::{Directory, RecordSource};
 
 /// Slots in main memory, filled from a [`RecordSource`] by a thread that is the CPU's copy stream.

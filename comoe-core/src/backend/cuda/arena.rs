@@ -96,6 +96,9 @@ impl Arena {
                 break;
             }
         }
+        if this.is_whole() {
+            source.release();
+        }
         if let Some(progress) = &options.progress {
             progress(this.locked, total);
         }
@@ -123,7 +126,7 @@ impl Arena {
         }
         let done = AtomicU64::new(self.locked);
         parts.into_par_iter().try_for_each(|(record, part)| {
-            source.read(record, part)?;
+            source.fetch(record, part)?;
             let before = done.fetch_add(part.len() as u64, Ordering::Relaxed);
             let now = before + part.len() as u64;
             if let Some(progress) = &options.progress
@@ -177,6 +180,9 @@ impl Arena {
 
 /// How many of `total` bytes may be locked, and why not all.
 fn budget(total: u64, options: &CudaOptions) -> (u64, Option<String>) {
+    if options.tier.is_some() {
+        return (0, Some("RAM is given to those that are used most".to_owned()));
+    }
     let mut budget = total;
     let mut why = None;
     if let Some(available) = machine::ram_available() {
@@ -185,7 +191,7 @@ fn budget(total: u64, options: &CudaOptions) -> (u64, Option<String>) {
         if usable < total {
             budget = usable;
             why = Some(format!(
-                "{} of RAM are available and {} are left free",
+                "{} of RAM are available and {} are left free (--ram SIZE would keep those that are used most in it)",
                 human_bytes(available),
                 human_bytes(leave)
             ));

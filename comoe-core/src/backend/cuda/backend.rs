@@ -19,6 +19,7 @@ use super::many::GemmX;
 use super::options::CudaOptions;
 use super::slab::Slab;
 use super::tables::Tables;
+use super::tier::LockedTier;
 use super::timeline::Timelines;
 use super::upload::{UploadRing, bytes_of};
 use super::workspace::MOST_GEMV_TOKENS;
@@ -30,6 +31,7 @@ use crate::error::{Error, Result};
 use crate::expert::{ExpertLayout, ExpertSpec, WeightOn};
 use crate::format::ExpertFormat;
 use crate::format::record::convert_record;
+use crate::stats::human_bytes;
 use crate::store::{RecordIndex, RecordSource};
 
 /// Runs a cache on one GPU.
@@ -51,6 +53,8 @@ pub struct CudaBackend {
     pub(super) compute: Compute,
     timelines: Arc<Timelines>,
     pub(super) arena: Arc<Arena>,
+    /// Where RAM holds fewer records than there are, and could be page-locked.
+    tier: Option<Arc<LockedTier>>,
     pub(super) slab: Option<Slab>,
     pub(super) source: Arc<dyn RecordSource>,
     pub(super) options: CudaOptions,
@@ -128,6 +132,10 @@ impl CudaBackend {
         gpu.bind()?;
         let kernels = Arc::new(Kernels::load(&gpu.ctx)?);
         let arena = Arc::new(Arena::load(&gpu, &*source, &options)?);
+        let tier = match &options.tier {
+            Some(tier) => LockedTier::new(&gpu, tier, &options)?.map(Arc::new),
+            None => None,
+        };
         Ok(Self {
             copies: None,
             step: None,
@@ -140,12 +148,28 @@ impl CudaBackend {
             compute: Compute::new(&gpu)?,
             timelines: Arc::new(Timelines::new(&gpu)?),
             arena,
+            tier,
             slab: None,
             source,
             options,
             runs: 0,
             gpu,
         })
+    }
+
+    /// Which records are page-locked, for people to read.
+    pub(super) fn memory_note(&self) -> String {
+        match (&self.options.tier, &self.tier) {
+            (None, _) => self.arena.note(),
+            (Some(_), Some(tier)) => {
+                format!("what RAM holds of the experts is page-locked ({})", human_bytes(tier.bytes()))
+            }
+            (Some(_), None) => {
+                "RAM holds a part of the experts and is not page-locked: they pass through a page-locked \
+                                buffer, which is slower"
+                    .to_owned()
+            }
+        }
     }
 
     fn copies(&self) -> Result<&Copies> {
@@ -365,7 +389,7 @@ impl CudaBackend {
 
 impl Backend for CudaBackend {
     fn info(&self) -> BackendInfo {
-        let mut notes = vec![self.arena.note()];
+        let mut notes = vec![self.memory_note()];
         notes.push(match batch::has_batches() {
             true => "a step's missing experts are copied in one driver call".to_owned(),
             false => "the driver is older than CUDA 12.8: missing experts are copied one by one".to_owned(),
@@ -380,7 +404,8 @@ impl Backend for CudaBackend {
                     .to_owned(),
             );
         }
-        BackendInfo { device: self.gpu.name(), notes, page_locked: Some(self.arena.locked()) }
+        let locked = self.arena.locked() + self.tier.as_ref().map_or(0, |tier| tier.bytes());
+        BackendInfo { device: self.gpu.name(), notes, page_locked: Some(locked) }
     }
 
     fn allocate(&mut self, slots: usize, slot_bytes: usize) -> Result<()> {
@@ -406,7 +431,7 @@ impl Backend for CudaBackend {
             &self.gpu,
             &self.timelines,
             &self.source,
-            &self.arena,
+            (&self.arena, self.tier.as_ref()),
             slots,
             &self.kernels,
             options,

@@ -21,6 +21,7 @@ use super::context::{Doing, Gpu};
 use super::kernels::Kernels;
 use super::options::CudaOptions;
 use super::sender::{Piece, Sender};
+use super::tier::LockedTier;
 use super::timeline::{OwnStream, Rank, Timelines};
 use crate::backend::{Fill, Queue, SlotId, Ticket};
 use crate::error::{Error, Result};
@@ -129,15 +130,16 @@ impl Copies {
         gpu: &Gpu,
         timelines: &Arc<Timelines>,
         source: &Arc<dyn RecordSource>,
-        arena: &Arc<Arena>,
+        (arena, tier): (&Arc<Arena>, Option<&Arc<LockedTier>>),
         slots: Slots,
         kernels: &Arc<Kernels>,
         options: CudaOptions,
     ) -> Result<Self> {
         let lane = |queue, rank| -> Result<Lane> {
-            let bounce = match arena.is_whole() {
-                true => None,
-                false => Some(Bounce::new(gpu, source.directory().largest_record())?),
+            let bounce = match (arena.is_whole(), tier) {
+                (true, _) => None,
+                (false, Some(tier)) => Some(Bounce::over(gpu, tier)?),
+                (false, None) => Some(Bounce::new(gpu, source.directory().largest_record())?),
             };
             Ok(Lane {
                 queue,
@@ -253,6 +255,7 @@ impl Shared {
         for fill in fills {
             self.slots.address(fill.slot, directory.record_bytes(fill.record))?;
         }
+        self.source.announce(&mut fills.iter().map(|f| f.record), queue == Queue::Prefetch);
         let lane = self.lane(queue);
         let mut state = lock(&lane.state);
         if let Some(failure) = &state.failure {

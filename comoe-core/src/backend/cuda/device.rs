@@ -43,7 +43,7 @@ impl CudaBackend {
 
 impl DeviceDriver for CudaBackend {
     fn limits(&self) -> DeviceLimits {
-        let partial = (!self.arena.is_whole()).then(|| self.arena.note());
+        let partial = (!self.arena.is_whole()).then(|| self.memory_note());
         DeviceLimits { only_into_slots: partial.is_some() || !self.options.expansions.is_empty(), partial }
     }
 

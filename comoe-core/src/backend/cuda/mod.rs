@@ -1,6 +1,7 @@
 //! CUDA: slots in one range of addresses, records in page-locked memory, copies on streams of their own, fused kernels.
 //!
-//! Reading order: `context` (devices), `slab`, `mapping` and `pinned` (memory), `arena` (records in page-locked memory),
+//! Reading order: `context` (devices), `slab`, `mapping` and `pinned` (memory), `arena` (records in page-locked memory), `tier`
+//! (RAM that holds some of them, page-locked),
 //! `timeline` (streams and tickets), `batch`, `expand`, `sender`, `bounce` and `copies` (the copy queues), `compute` and
 //! `upload` (the compute queue), `kernels`, and the backend that puts them together, with `many` for steps of many tokens.
 //! `device`, `tables` and `resolve` are the driver whose tables live on the GPU. A backend serves one GPU and nothing here
@@ -46,6 +47,8 @@ mod sender;
 mod slab;
 #[cfg(feature = "cuda")]
 mod tables;
+#[cfg(feature = "cuda")]
+mod tier;
 #[cfg(feature = "cuda")]
 mod timeline;
 #[cfg(feature = "cuda")]

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use crate::expert::{ExpertLayout, ExpertSpec};
 use crate::format::ExpertFormat;
-use crate::store::{Directory, RecordIndex};
+use crate::store::{Directory, RecordIndex, TieredSource};
 
 /// Called while experts are read into page-locked memory with the bytes done so far and in all.
 pub type Progress = Arc<dyn Fn(u64, u64) + Send + Sync>;
@@ -54,6 +54,8 @@ pub struct CudaOptions {
     pub resident: ResidentFormat,
     /// By layer ordinal, once the experts are known (`with_experts`); empty: records are opaque.
     pub(crate) expansions: Arc<[Expansion]>,
+    /// The source that the backend reads, where it keeps only some of the records in RAM.
+    pub(crate) tier: Option<Arc<TieredSource>>,
     /// Told how far loading is.
     pub progress: Option<Progress>,
     /// Pretend that the driver refuses to page-lock more than this, in bytes.
@@ -80,6 +82,14 @@ impl CudaOptions {
         self
     }
 
+    /// Tells the options that the backend's source is `tier`, whose memory is then page-locked. The builder of a cache does
+    /// this.
+    #[must_use]
+    pub fn with_tier(mut self, tier: Arc<TieredSource>) -> Self {
+        self.tier = Some(tier);
+        self
+    }
+
     /// Bytes that a slot needs for any record of `directory`.
     pub fn slot_bytes(&self, directory: &Directory) -> usize {
         self.expansions.iter().map(|e| e.to.record_bytes).max().unwrap_or_else(|| directory.largest_record())
@@ -91,6 +101,7 @@ impl std::fmt::Debug for CudaOptions {
         f.debug_struct("CudaOptions")
             .field("page_lock_limit", &self.page_lock_limit)
             .field("resident", &self.resident)
+            .field("tier", &self.tier.is_some())
             .field("progress", &self.progress.is_some())
             .field("page_lock_fails_at", &self.page_lock_fails_at)
             .field("faults", &self.faults)

@@ -15,6 +15,28 @@ const ALLOCATE: u32 = sys::CU_MEMHOSTALLOC_PORTABLE | sys::CU_MEMHOSTALLOC_DEVIC
 const LEAST_LOCK: usize = 1 << 20;
 const PAGE: usize = 4096;
 
+/// Page-locks existing memory. A context must be bound.
+///
+/// # Safety
+/// The range must stay mapped until it is unregistered.
+pub(super) unsafe fn register(start: *mut u8, bytes: usize) -> std::result::Result<(), DriverError> {
+    // SAFETY: the caller's promise.
+    unsafe { sys::cuMemHostRegister_v2(start.cast(), bytes, REGISTER) }.result()
+}
+
+/// Whether that is how drivers say that they will not lock (so much) memory.
+pub(super) fn locks_no_more(error: DriverError) -> bool {
+    use sys::cudaError_enum as E;
+    matches!(
+        error.0,
+        E::CUDA_ERROR_OUT_OF_MEMORY
+            | E::CUDA_ERROR_INVALID_VALUE
+            | E::CUDA_ERROR_NOT_PERMITTED
+            | E::CUDA_ERROR_NOT_SUPPORTED
+            | E::CUDA_ERROR_OPERATING_SYSTEM
+    )
+}
+
 /// A small page-locked buffer that the driver allocates.
 pub(super) struct PinnedBuffer {
     gpu: Gpu,
@@ -122,20 +144,10 @@ impl LockedMap {
     }
 
     fn register(&mut self, bytes: usize) -> Result<bool> {
-        use sys::cudaError_enum as E;
         // SAFETY: the range is mapped for as long as `self` lives, and `Drop` unregisters before it unmaps.
-        let answer =
-            unsafe { sys::cuMemHostRegister_v2(self.map.as_mut_ptr().cast(), bytes, REGISTER) }.result();
-        match answer {
+        match unsafe { register(self.map.as_mut_ptr(), bytes) } {
             Ok(()) => Ok(true),
-            // How drivers say that they will not lock (so much) memory.
-            Err(DriverError(
-                E::CUDA_ERROR_OUT_OF_MEMORY
-                | E::CUDA_ERROR_INVALID_VALUE
-                | E::CUDA_ERROR_NOT_PERMITTED
-                | E::CUDA_ERROR_NOT_SUPPORTED
-                | E::CUDA_ERROR_OPERATING_SYSTEM,
-            )) => Ok(false),
+            Err(error) if locks_no_more(error) => Ok(false),
             Err(error) => Err(error).doing("page-locking experts"),
         }
     }

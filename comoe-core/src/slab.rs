@@ -1,4 +1,5 @@
-//! The slots' memory: one lazily backed mapping, cut into equal slots that are lent out one borrower at a time.
+//! Memory for slots on the host, the CPU's and the places in RAM of records from disk: one lazily backed mapping, cut
+//! into equal slots that are lent out one borrower at a time.
 
 use std::ops::{Deref, DerefMut, Range};
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -19,7 +20,7 @@ const CHUNK: usize = 64 << 10;
 ///
 /// Bytes are reached only through [`SlotRead`] and [`SlotWrite`], which hold the slot's lock word. The schedule keeps
 /// readers and writers apart; should it fail to, a borrow is refused and no byte is read while it changes.
-pub(super) struct Slab {
+pub(crate) struct Slab {
     base: *mut u8,
     slot_bytes: usize,
     locks: Box<[AtomicU32]>,
@@ -38,7 +39,7 @@ unsafe impl Sync for Slab {}
 
 impl Slab {
     /// Maps `slots` times `slot_bytes` zero bytes.
-    pub(super) fn new(slots: usize, slot_bytes: usize) -> Result<Self> {
+    pub(crate) fn new(slots: usize, slot_bytes: usize) -> Result<Self> {
         let refused = |reason: String| Error::BadArgument { what: "pool", reason };
         let bytes = slots
             .checked_mul(slot_bytes)
@@ -54,21 +55,21 @@ impl Slab {
         Ok(Self { base: map.as_mut_ptr(), slot_bytes, locks, chunks, unused: Mutex::default(), map })
     }
 
-    pub(super) fn slots(&self) -> usize {
+    pub(crate) fn slots(&self) -> usize {
         self.locks.len()
     }
 
-    pub(super) fn slot_bytes(&self) -> usize {
+    pub(crate) fn slot_bytes(&self) -> usize {
         self.slot_bytes
     }
 
-    pub(super) fn chunks(&self) -> Chunks {
+    pub(crate) fn chunks(&self) -> Chunks {
         self.chunks
     }
 
     /// Lends the slots `unused` to nobody from now on, and gives their memory back; those that were lent to nobody before
     /// are empty. `None`, and nothing has changed, when one of them is borrowed or does not exist.
-    pub(super) fn set_unused(&self, unused: Range<u32>) -> Option<std::io::Result<u64>> {
+    pub(crate) fn set_unused(&self, unused: Range<u32>) -> Option<std::io::Result<u64>> {
         let mut before = self.unused.lock().unwrap_or_else(PoisonError::into_inner);
         if unused.end as usize > self.slots() {
             return None;
@@ -103,8 +104,14 @@ impl Slab {
         Err(std::io::ErrorKind::Unsupported.into())
     }
 
+    /// Where the first slot begins. The others follow without gaps.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn base(&self) -> *mut u8 {
+        self.base
+    }
+
     /// Borrows a slot for reading; `None` when there is no such slot or it is being written.
-    pub(super) fn read(&self, slot: SlotId) -> Option<SlotRead<'_>> {
+    pub(crate) fn read(&self, slot: SlotId) -> Option<SlotRead<'_>> {
         let lock = self.locks.get(slot.0 as usize)?;
         // One below WRITTEN is left unused, so that the count cannot become it.
         let more = |readers| (readers < WRITTEN - 1).then_some(readers + 1);
@@ -113,7 +120,7 @@ impl Slab {
     }
 
     /// Borrows a slot for writing; `None` when there is no such slot or it is borrowed.
-    pub(super) fn write(&self, slot: SlotId) -> Option<SlotWrite<'_>> {
+    pub(crate) fn write(&self, slot: SlotId) -> Option<SlotWrite<'_>> {
         let lock = self.locks.get(slot.0 as usize)?;
         lock.compare_exchange(0, WRITTEN, Ordering::Acquire, Ordering::Relaxed).ok()?;
         Some(SlotWrite { slab: self, slot })
@@ -128,7 +135,7 @@ impl Slab {
 }
 
 /// A slot that nobody writes while this lives.
-pub(super) struct SlotRead<'a> {
+pub(crate) struct SlotRead<'a> {
     slab: &'a Slab,
     slot: SlotId,
 }
@@ -150,7 +157,7 @@ impl Drop for SlotRead<'_> {
 }
 
 /// A slot that nobody else touches while this lives.
-pub(super) struct SlotWrite<'a> {
+pub(crate) struct SlotWrite<'a> {
     slab: &'a Slab,
     slot: SlotId,
 }
