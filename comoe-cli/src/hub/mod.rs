@@ -111,7 +111,7 @@ fn fetch(places: &HubPlaces, name: &RepoName, quiet: bool) -> Result<PathBuf> {
     let snapshot = cache.snapshot(commit);
     arch::plan(&ConfigFile::of_model(&snapshot)?)?;
     let index = small.contains(&select::INDEX).then(|| snapshot.join(select::INDEX));
-    let index = index.map(|path| std::fs::read_to_string(&path).map_err(|source| Error::Io { path, source }));
+    let index = index.map(|path| select::read_index(&path).map_err(|source| Error::Io { path, source }));
     let weights = select::weights(paths(), index.transpose()?.as_deref()).map_err(no_model)?;
 
     let mut files = describe(&small)?;

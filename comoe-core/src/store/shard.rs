@@ -10,6 +10,7 @@ use memmap2::Mmap;
 use safetensors::Dtype;
 use safetensors::tensor::Metadata;
 
+use super::lost_pages::{self, Watched};
 use crate::error::{Error, Result};
 
 /// The safetensors format's own limit.
@@ -30,6 +31,8 @@ pub(super) struct ShardTensor {
 #[derive(Debug)]
 pub(super) struct Shard {
     path: PathBuf,
+    /// Dropped before the mapping that it knows.
+    _watched: Watched,
     map: Mmap,
     data_start: usize,
     modified: Option<SystemTime>,
@@ -71,6 +74,7 @@ impl Shard {
         let map = unsafe { Mmap::map(&file) }.map_err(io)?;
         Ok(Self {
             path: path.to_owned(),
+            _watched: lost_pages::watch(path, &map),
             map,
             data_start: 0,
             modified,

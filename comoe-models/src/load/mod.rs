@@ -12,15 +12,17 @@ mod pack;
 mod side_files;
 
 pub use config::ConfigFile;
+pub(crate) use config::MAX_SIZE;
 pub use dense::DenseWeights;
 pub(crate) use files::ModelFiles;
 pub use format::DenseFormat;
+pub(crate) use gguf::GgufModel;
 pub(crate) use layers::Builder;
 pub use memory::DeviceMemory;
 pub(crate) use open::open_decoder;
 pub use open::{DEFAULT_CONTEXT, LoadOptions};
 pub use pack::Packer;
-pub(crate) use side_files::SideFiles;
+pub(crate) use side_files::{SideFiles, TOKENIZER_BYTES, read_small, read_text};
 
 /// How far loading has come. Reports of conversions come from several threads, in any order.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
