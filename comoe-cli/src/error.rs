@@ -7,7 +7,7 @@ use std::process::ExitCode;
 pub(crate) type Result<T> = std::result::Result<T, Error>;
 
 /// Exit code of a run that failed.
-const FAILED: u8 = 1;
+pub(crate) const FAILED: u8 = 1;
 /// Exit code of a command line that cannot be meant; clap uses the same.
 const USAGE: u8 = 2;
 

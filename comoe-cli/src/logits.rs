@@ -22,6 +22,11 @@ pub(crate) fn run(args: &LogitsArgs) -> Result<()> {
         return Err(Error::DecodeTooMany { decode, tokens });
     };
     let folder = model_path::find(args.model.model.as_deref(), args.quiet)?;
+    if args.output.metadata().is_ok_and(|found| !found.is_file()) {
+        // Giving a finished file this name would replace what is there, such as a device.
+        let reason = "is no regular file; give the name of one".to_owned();
+        return Err(Error::Logits { path: args.output.clone(), reason });
+    }
     // Before the weights are read.
     let vocab = arch::plan(&ConfigFile::of_model(&folder)?)?.vocab;
     if let Some(&id) = args.tokens.iter().find(|id| **id as usize >= vocab) {

@@ -50,6 +50,7 @@ fn main() -> ExitCode {
         }
     };
     log();
+    comoe_core::store::exit_on_lost_pages("comoe", error::FAILED);
     let done = match &cli.command {
         Command::Chat(args) => chat::run(args),
         Command::Generate(args) => generate::run(args),

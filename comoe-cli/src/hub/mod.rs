@@ -121,8 +121,7 @@ impl Known {
         let snapshot = cache.snapshot(commit);
         arch::plan(&ConfigFile::of_model(&snapshot)?)?;
         let index = small.contains(&select::INDEX).then(|| snapshot.join(select::INDEX));
-        let index =
-            index.map(|path| std::fs::read_to_string(&path).map_err(|source| Error::Io { path, source }));
+        let index = index.map(|path| select::read_index(&path).map_err(|source| Error::Io { path, source }));
         let weights = select::weights(paths(), index.transpose()?.as_deref()).map_err(no_model)?;
         let owned = |files: Vec<&str>| files.into_iter().map(str::to_owned).collect();
         let (small, weights) = (owned(small), owned(weights));

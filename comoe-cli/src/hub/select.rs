@@ -1,6 +1,8 @@
 //! Which files of a repository a model needs: the rest is the same in other formats, or for people.
 
 use std::collections::BTreeSet;
+use std::fs::File;
+use std::io::{self, Read};
 use std::path::Path;
 
 use serde::Deserialize;
@@ -9,6 +11,8 @@ use serde::Deserialize;
 pub(super) const CONFIG: &str = "config.json";
 /// Which shard holds which tensor.
 pub(super) const INDEX: &str = "model.safetensors.index.json";
+/// Most bytes of it: published ones end at 20 MB.
+const MAX_INDEX_BYTES: u64 = 64 << 20;
 /// All weights in one file.
 const SINGLE: &str = "model.safetensors";
 /// Small files that are taken where they are.
@@ -80,6 +84,16 @@ struct Index {
     weight_map: std::collections::HashMap<String, String>,
 }
 
+/// The text of an index: whoever publishes a model decides how long it is.
+pub(super) fn read_index(path: &Path) -> io::Result<String> {
+    let mut text = String::new();
+    File::open(path)?.take(MAX_INDEX_BYTES + 1).read_to_string(&mut text)?;
+    match text.len() as u64 > MAX_INDEX_BYTES {
+        true => Err(io::Error::other(format!("has more than {MAX_INDEX_BYTES} bytes, and is no index"))),
+        false => Ok(text),
+    }
+}
+
 /// The shards that an index names.
 fn shards(index: &str) -> Result<BTreeSet<String>, String> {
     let index: Index = serde_json::from_str(index).map_err(|e| format!("{INDEX} is no index: {e}"))?;
@@ -113,7 +127,7 @@ pub(crate) fn missing(folder: &Path) -> Option<String> {
     {
         return Some(TOKENIZER.to_owned());
     }
-    match std::fs::read_to_string(folder.join(INDEX)) {
+    match read_index(&folder.join(INDEX)) {
         Ok(index) => match shards(&index) {
             Ok(wanted) => wanted.into_iter().find(|shard| !folder.join(shard).is_file()),
             Err(reason) => Some(format!("a right {INDEX} ({reason})")),

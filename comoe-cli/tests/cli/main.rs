@@ -4,6 +4,8 @@ mod bad_input;
 mod chat;
 mod checkpoint;
 mod comoe_tiny;
+#[cfg(all(target_os = "linux", any(target_arch = "x86_64", target_arch = "aarch64")))]
+mod faults;
 mod generate;
 mod hub;
 mod logits;

@@ -15,14 +15,15 @@ use serde::de::{MapAccess, Visitor};
 use super::gguf::{Ggml, Gguf};
 use super::packed::{is_packed, is_reserved};
 use super::shard::Shard;
+use super::small::read_small;
 use crate::error::{Error, Result};
 
 /// Name of the index of a sharded checkpoint.
 const INDEX_FILE: &str = "model.safetensors.index.json";
 /// Name of a checkpoint in one file.
 const SINGLE_FILE: &str = "model.safetensors";
-/// An index of a million tensors takes about 100 MB; anything beyond this is no index.
-const MAX_INDEX_BYTES: u64 = 256 << 20;
+/// Most bytes of an index: published ones end at 20 MB.
+const MAX_INDEX_BYTES: u64 = 64 << 20;
 
 /// How the elements of a tensor are stored.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -75,8 +76,8 @@ pub(super) struct Located {
 
 /// The tensors of one checkpoint, whose shards are memory-mapped for as long as this lives.
 ///
-/// The files must not be changed or shortened meanwhile: the mapping shows changes, and a page that is gone
-/// stops the process.
+/// The files must not be changed or shortened meanwhile: the mapping shows changes, and a page that is gone stops the
+/// process, by a signal or as [`exit_on_lost_pages`](super::exit_on_lost_pages) has it.
 #[derive(Debug)]
 pub struct Checkpoint {
     what: String,
@@ -188,14 +189,7 @@ impl Checkpoint {
     }
 
     fn open_index(what: &Path, index: &Path) -> Result<Self> {
-        let size = std::fs::metadata(index).map_err(|e| Error::io(index, e))?.len();
-        if size > MAX_INDEX_BYTES {
-            return Err(Error::bad_file(
-                index,
-                format!("has {size} bytes; no checkpoint index is that long"),
-            ));
-        }
-        let text = std::fs::read(index).map_err(|e| Error::io(index, e))?;
+        let text = read_small(index, MAX_INDEX_BYTES)?;
         let Index { weight_map: UniqueMap(map) } = serde_json::from_slice(&text).map_err(|e| {
             Error::bad_file(index, format!("is no checkpoint index ({e}); download it again"))
         })?;

@@ -34,10 +34,12 @@ impl Directory {
     /// Lists layers as `(layer number, experts, record bytes)`, in ascending order of layer number.
     ///
     /// # Errors
-    /// [`Error::BadArgument`] when layers are out of order, empty, or hold more than `u32::MAX` records in all.
+    /// [`Error::BadArgument`] when layers are out of order, empty, or hold more than `u32::MAX` records or 2^63 bytes in
+    /// all.
     pub fn new(layers: impl IntoIterator<Item = (usize, usize, usize)>) -> Result<Self> {
         let bad = |reason: String| Error::BadArgument { what: "directory", reason };
         let mut this = Self::default();
+        let mut total = 0u64;
         for (layer, experts, record_bytes) in layers {
             if this.layers.last().is_some_and(|last| last.layer >= layer) {
                 return Err(bad(format!("layer {layer} is out of order")));
@@ -45,6 +47,11 @@ impl Directory {
             if experts == 0 || record_bytes == 0 {
                 return Err(bad(format!("layer {layer} has {experts} records of {record_bytes} bytes")));
             }
+            total = (experts as u64)
+                .checked_mul(record_bytes as u64)
+                .and_then(|bytes| total.checked_add(bytes))
+                .filter(|total| *total <= 1 << 63)
+                .ok_or_else(|| bad(format!("layer {layer} passes the limit of 2^63 bytes")))?;
             let first = this.records;
             this.records = u32::try_from(experts)
                 .ok()
@@ -144,5 +151,7 @@ mod tests {
         assert!(d.record(ExpertId { layer: 0, expert: 0 }).is_err());
         assert!(Directory::new([(2, 1, 1), (2, 1, 1)]).is_err());
         assert!(Directory::new([(2, u32::MAX as usize, 1), (3, 1, 1)]).is_err());
+        assert!(Directory::new([(2, 1, usize::MAX)]).is_err());
+        assert!(Directory::new([(2, 2, 1 << 61), (3, 3, 1 << 61)]).is_err());
     }
 }

@@ -7,6 +7,7 @@ mod experts;
 mod fingerprint;
 mod gather;
 mod gguf;
+mod lost_pages;
 mod memory;
 mod naming;
 mod packed;
@@ -16,6 +17,7 @@ mod packed_verify;
 mod packed_writer;
 mod quant;
 mod shard;
+mod small;
 mod survey;
 #[cfg(test)]
 mod testing;
@@ -28,6 +30,7 @@ pub use convert::{ConvertOptions, PackReport};
 pub use directory::{Directory, LayerEntry, RecordIndex};
 pub use experts::ExpertStore;
 pub use gguf::{ARCHITECTURES, Ggml, GgmlType, Gguf, GgufValue};
+pub use lost_pages::exit_on_lost_pages;
 pub use memory::MemorySource;
 pub use naming::{ExpertTensor, Matrix, Naming, StackedLayout, TensorKind, TensorRole};
 pub use packed::{PackedFile, PackedInfo, PackedLayer, PackedTensor};
@@ -37,6 +40,7 @@ pub(crate) use packed_writer::write_whole;
 pub use quant::{Quantisation, QuantisedMatrix};
 /// Element type of a checkpoint's tensor.
 pub use safetensors::Dtype;
+pub use small::read_small;
 #[cfg(feature = "cuda")]
 pub(crate) use tier::Held;
 pub use tier::{TierOptions, TierStats, TieredSource};

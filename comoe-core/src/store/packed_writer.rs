@@ -173,6 +173,10 @@ impl Drop for PackedWriter {
 
 /// Writes a small file of `bytes` at once: the old one, if there is one, stays until the new one is whole.
 pub(crate) fn write_whole(path: &Path, bytes: &[u8]) -> Result<()> {
+    if path.metadata().is_ok_and(|found| !found.is_file()) {
+        // Its name would be given to the new file: a device would be gone.
+        return Err(Error::bad_file(path, "is no regular file; give the name of one"));
+    }
     remove_abandoned(path);
     let (temporary, file) = create_temporary(path)?;
     let written = write_all_at(&file, bytes, 0).and_then(|()| file.sync_all());

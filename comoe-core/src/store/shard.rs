@@ -10,6 +10,7 @@ use memmap2::Mmap;
 use safetensors::Dtype;
 use safetensors::tensor::Metadata;
 
+use super::lost_pages::{self, Watched};
 use crate::error::{Error, Result};
 use crate::expert::ExpertId;
 use crate::sys;
@@ -33,6 +34,8 @@ pub(super) struct ShardTensor {
 pub(super) struct Shard {
     path: PathBuf,
     file: File,
+    /// Dropped before the mapping that it knows.
+    _watched: Watched,
     map: Mmap,
     data_start: usize,
     modified: Option<SystemTime>,
@@ -75,6 +78,7 @@ impl Shard {
         Ok(Self {
             path: path.to_owned(),
             file,
+            _watched: lost_pages::watch(path, &map),
             map,
             data_start: 0,
             modified,

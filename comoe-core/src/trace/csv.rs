@@ -13,10 +13,10 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 
-use super::{Choice, Phase, Token, Trace, TraceBuilder, TraceInfo};
+use super::{Choice, Phase, Token, Trace, TraceBuilder, TraceInfo, limits};
 use crate::error::{Error, Result, TracePlace};
 use crate::policy::{EvictionPolicy, Lru};
-use crate::store::{Directory, RecordIndex};
+use crate::store::{Directory, RecordIndex, read_small};
 
 const VERSION_LINE: &str = "# route_trace v1";
 const COLUMNS: &str = "turn,phase,step,layer,slot,expert,weight,residency,expert_bytes";
@@ -65,7 +65,7 @@ impl RouteRows {
     /// # Errors
     /// As [`Trace::open`].
     pub fn open(path: &Path) -> Result<Self> {
-        let bytes = std::fs::read(path).map_err(|e| Error::io(path, e))?;
+        let bytes = read_small(path, limits::FILE_BYTES)?;
         Self::parse(path, &bytes)
     }
 
@@ -136,6 +136,7 @@ impl RouteRows {
         let directory = Directory::new(sizes.range(..layers).map(|(&layer, &bytes)| (layer, experts, bytes)))
             .map_err(|e| bad(last, e.to_string()))?;
         let info = TraceInfo { model, top_k, directory };
+        limits::check(&info).map_err(|reason| bad(last, reason))?;
         let mut rows = Vec::new();
         for (number, line) in lines {
             if !line.is_empty() && !line.starts_with('#') {

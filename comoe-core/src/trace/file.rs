@@ -5,6 +5,7 @@ use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 
+use super::limits::{self, Budget};
 use super::{Choice, Phase, Routed, Token, Trace, TraceBuilder, TraceInfo};
 use crate::error::{Error, Result, TracePlace};
 use crate::framed::{Cursor, compress, decompress, fnv};
@@ -22,7 +23,7 @@ const BLOCK_BYTES: usize = 256 << 10;
 /// Bytes ahead of a block's content.
 const BLOCK_HEADER: usize = 16;
 /// Largest block that a reader accepts, uncompressed: a prompt chunk is never split, so some room is left.
-const MAX_BLOCK: usize = 1 << 30;
+const MAX_BLOCK: usize = 1 << 28;
 
 /// The file's header, as JSON.
 #[derive(Debug, Serialize, Deserialize)]
@@ -271,6 +272,11 @@ impl Trace {
 
 /// Reads the bytes of the file at `path`.
 pub(super) fn read(path: &Path, bytes: &[u8]) -> Result<Trace> {
+    read_within(path, bytes, limits::CHOICES)
+}
+
+/// The same, of a trace of at most so many choices.
+fn read_within(path: &Path, bytes: &[u8], choices: usize) -> Result<Trace> {
     let bad = |at: usize, reason: String| Error::BadTrace {
         path: path.to_owned(),
         at: TracePlace::Byte(at as u64),
@@ -296,7 +302,9 @@ pub(super) fn read(path: &Path, bytes: &[u8]) -> Result<Trace> {
         return Err(bad(start, "the header lists no layers".into()));
     }
     let info = TraceInfo { model: header.model, top_k: header.top_k, directory };
+    limits::check(&info).map_err(|reason| bad(start, reason))?;
     let mut builder = TraceBuilder::new(info.clone());
+    let mut budget = Budget::new(choices);
     let mut tokens = 0u64;
     loop {
         let at = file.at;
@@ -318,7 +326,7 @@ pub(super) fn read(path: &Path, bytes: &[u8]) -> Result<Trace> {
                 )
             })?;
         let contents = Contents { weights: header.weights, guesses: version >= WITH_GUESSES };
-        tokens += read_chunks(&content, &info, contents, &mut builder)
+        tokens += read_chunks(&content, &info, contents, &mut budget, &mut builder)
             .map_err(|reason| bad(at + BLOCK_HEADER, reason))?;
     }
     if tokens == 0 {
@@ -332,6 +340,7 @@ fn read_chunks(
     content: &[u8],
     info: &TraceInfo,
     contents: Contents,
+    budget: &mut Budget,
     builder: &mut TraceBuilder,
 ) -> std::result::Result<u64, String> {
     let mut block = Cursor { bytes: content, at: 0 };
@@ -351,8 +360,11 @@ fn read_chunks(
         for entry in info.directory.layers() {
             let (Some(n), Some(k)) = (block.u32(), block.u16()) else { return Err(short()) };
             let (n, k) = (n as usize, k as usize);
-            if n > rows {
-                return Err(format!("layer {} has {n} tokens of a chunk of {rows}", entry.layer));
+            if n > rows || n > 0 && k == 0 {
+                return Err(format!(
+                    "layer {} has {n} tokens of {k} experts in a chunk of {rows}",
+                    entry.layer
+                ));
             }
             let ids = take_ids(&mut block, n.checked_mul(k), entry).ok_or_else(short)??;
             let weights: Vec<f32> = match contents.weights {
@@ -371,6 +383,13 @@ fn read_chunks(
             };
             layers.push((n, k, ids, weights, guesses));
         }
+        // A layer that computed a token chose experts for it, so there are no more tokens than there are bytes.
+        let most = layers.iter().map(|layer| layer.0).max().unwrap_or(0);
+        if most < rows {
+            return Err(format!("a chunk of {rows} tokens, of which no layer has more than {most}"));
+        }
+        let ids: usize = layers.iter().map(|(_, _, ids, _, guesses)| ids.len() + guesses.len()).sum();
+        budget.take(rows, layers.len(), ids)?;
         for row in 0..rows {
             builder.token(Token { turn, phase }, |l| {
                 let (n, k, ids, weights, guesses) = &layers[l];

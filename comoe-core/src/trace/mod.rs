@@ -7,6 +7,7 @@
 mod builder;
 pub mod csv;
 mod file;
+mod limits;
 mod recorder;
 mod summary;
 #[cfg(test)]
@@ -15,7 +16,6 @@ pub(crate) mod testing;
 mod tests;
 mod uses;
 
-use std::io::Read;
 use std::path::Path;
 
 pub use builder::{Choice, TraceBuilder};
@@ -25,7 +25,7 @@ pub use summary::{LayerSummary, Summary};
 pub use uses::ExpertUses;
 
 use crate::error::{Error, Result, TracePlace};
-use crate::store::Directory;
+use crate::store::{Directory, read_small};
 
 /// Whether a token was given or generated.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -105,9 +105,7 @@ impl Trace {
     /// # Errors
     /// [`Error::BadTrace`] with the line or offset, [`Error::TraceVersion`], [`Error::Io`].
     pub fn open(path: &Path) -> Result<Self> {
-        let mut bytes = Vec::new();
-        let read = std::fs::File::open(path).and_then(|mut f| f.read_to_end(&mut bytes));
-        read.map_err(|e| Error::io(path, e))?;
+        let bytes = read_small(path, limits::FILE_BYTES)?;
         if bytes.is_empty() {
             let reason = "the file is empty; record a trace with `comoe trace record`".to_owned();
             return Err(Error::BadTrace { path: path.to_owned(), at: TracePlace::Byte(0), reason });

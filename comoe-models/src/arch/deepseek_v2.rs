@@ -38,7 +38,7 @@ fn plan(c: &ConfigFile) -> Result<DecoderPlan> {
     };
     let intermediate = c.size("moe_intermediate_size")?;
     let mut moe = o.moe(intermediate, router)?;
-    moe.shared = SharedPlan::of(intermediate * c.or("n_shared_experts", 2)?);
+    moe.shared = SharedPlan::of(intermediate * c.count_or("n_shared_experts", 2)?);
     let layers = dense_first(&o, latent(&o, Pairing::Neighbours, &defaults)?, moe, 0)?;
     o.decoder(layers, TensorNames::LLAMA, &defaults)
 }

@@ -31,7 +31,7 @@ pub(super) fn sigmoid_moe(o: &Outline<'_>, normalise: bool) -> Result<MoePlan> {
     if scoring != "sigmoid" {
         return Err(c.bad("scoring_func", format!("{scoring:?} is not supported; only \"sigmoid\" is")));
     }
-    let (count, keep) = (c.or("n_group", 1)?, c.or("topk_group", 1)?);
+    let (count, keep) = (c.count_or("n_group", 1)?, c.count_or("topk_group", 1)?);
     let router = RouterPlan {
         score: Score::Sigmoid,
         choice_bias: true,
@@ -46,7 +46,7 @@ pub(super) fn sigmoid_moe(o: &Outline<'_>, normalise: bool) -> Result<MoePlan> {
         ..RouterPlan::softmax(o.top_k()?, false)
     };
     let intermediate = c.size("moe_intermediate_size")?;
-    let shared = SharedPlan::of(intermediate * c.or("n_shared_experts", 1)?);
+    let shared = SharedPlan::of(intermediate * c.count_or("n_shared_experts", 1)?);
     Ok(MoePlan { shared, ..o.moe(intermediate, router)? })
 }
 

@@ -29,7 +29,7 @@ fn plan(c: &ConfigFile) -> Result<DecoderPlan> {
     };
     let intermediate = c.size("moe_intermediate_size")?;
     let mut moe = o.moe(intermediate, router)?;
-    moe.shared = SharedPlan::of(intermediate * c.or("moe_num_shared_experts", 2)?);
+    moe.shared = SharedPlan::of(intermediate * c.count_or("moe_num_shared_experts", 2)?);
     let interval: usize = c.or("moe_layer_interval", 1)?;
     let first: usize = c.or("moe_layer_start_index", 1)?;
     // -1 is the last layer.

@@ -21,7 +21,8 @@ fn plan(c: &ConfigFile) -> Result<DecoderPlan> {
     let mut attention = o.attention(&defaults)?;
     (attention.qkv_bias, attention.out_bias) = (false, false);
     attention.qk_norm = Some(QkNormPlan { eps: o.eps, kind: QkNormKind::Head });
-    let conv = ConvPlan { width: o.hidden, taps: c.or("conv_L_cache", 3)?, bias: c.or("conv_bias", false)? };
+    let conv =
+        ConvPlan { width: o.hidden, taps: c.count_or("conv_L_cache", 3)?, bias: c.or("conv_bias", false)? };
     let router = RouterPlan {
         score: Score::Sigmoid,
         choice_bias: c.or("use_expert_bias", true)?,

@@ -12,6 +12,7 @@ mod gpt_oss;
 mod granitemoe;
 mod hunyuan_v1_moe;
 mod lfm2_moe;
+mod limits;
 mod llama4;
 mod minimax_m2;
 mod mixtral;
@@ -26,6 +27,7 @@ mod rope;
 #[cfg(test)]
 mod tests;
 
+pub(crate) use limits::MAX_LAYERS;
 pub use names::TensorNames;
 pub use plan::*;
 
@@ -81,7 +83,9 @@ pub fn plan(config: &ConfigFile) -> Result<DecoderPlan> {
     let config = &config.language_model();
     let model_type: String = config.require("model_type")?;
     if let Some(family) = FAMILIES.iter().find(|f| f.model_types.contains(&model_type.as_str())) {
-        return (family.plan)(config);
+        let plan = (family.plan)(config)?;
+        limits::check(config, &plan)?;
+        return Ok(plan);
     }
     let hybrid = HYBRIDS.iter().find(|(types, _)| types.contains(&model_type.as_str()));
     let reason = match hybrid {

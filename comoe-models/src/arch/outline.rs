@@ -2,6 +2,7 @@
 
 use comoe_core::{Activation, ExpertSpec};
 
+use super::limits::MAX_LAYERS;
 use super::plan::{
     AttentionPlan, DecoderPlan, FfnPlan, LayerPlan, Mask, MoePlan, NormKind, NormPlan, Pairing, RouterPlan,
     SharedPlan,
@@ -53,19 +54,24 @@ impl<'a> Outline<'a> {
             }
         };
         let heads = c.size("num_attention_heads")?;
-        let kv_heads = c.or("num_key_value_heads", heads)?;
+        let kv_heads = c.count_or("num_key_value_heads", heads)?;
         if kv_heads == 0 || heads % kv_heads != 0 {
             let reason = format!("{kv_heads} does not divide the {heads} heads");
             return Err(c.bad("num_key_value_heads", reason));
         }
+        let layers = c.size("num_hidden_layers")?;
+        if layers > MAX_LAYERS {
+            let reason = format!("{layers} is more than any model has; the limit is {MAX_LAYERS}");
+            return Err(c.bad("num_hidden_layers", reason));
+        }
         Ok(Self {
             c,
             hidden,
-            layers: c.size("num_hidden_layers")?,
+            layers,
             eps: c.or("rms_norm_eps", defaults.eps)?,
             heads,
             kv_heads,
-            head_dim: c.or("head_dim", hidden / heads)?,
+            head_dim: c.count_or("head_dim", hidden / heads)?,
             activation,
         })
     }
@@ -102,7 +108,7 @@ impl<'a> Outline<'a> {
 
     /// Experts with this intermediate size behind this router.
     pub(super) fn moe(&self, intermediate: usize, router: RouterPlan) -> Result<MoePlan> {
-        let experts: usize = self.c.or("num_experts", 0)?;
+        let experts = self.c.count_or("num_experts", 0)?;
         if experts == 0 {
             return Err(self.no_experts("num_experts is 0 or absent"));
         }

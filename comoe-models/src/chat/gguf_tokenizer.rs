@@ -7,6 +7,7 @@ use comoe_core::store::{Gguf, GgufValue};
 use serde_json::{Value, json};
 
 use super::Tokenizer;
+use super::merges::check_lengths;
 use crate::error::{Error, Result};
 
 /// GPT-2's contractions, which all patterns begin with.
@@ -222,6 +223,8 @@ impl<'a> Parts<'a> {
             let reason = "has tokenizer.ggml.scores of another length than its tokens";
             return Err(Error::bad_file(self.gguf.path(), reason));
         }
+        check_lengths(self.tokens.iter().map(String::len))
+            .map_err(|reason| Error::bad_file(self.gguf.path(), reason))?;
         let ids: HashMap<&str, usize> =
             self.tokens.iter().enumerate().map(|(id, t)| (t.as_str(), id)).collect();
         // Every way to make a token of two others, the best scores first (as transformers converts these tokenizers).
@@ -323,6 +326,13 @@ mod tests {
         let few = open(&base.clone().floats("tokenizer.ggml.scores", &scores[1..])).unwrap_err().to_string();
         assert!(few.contains("another length"), "{few}");
         assert!(open(&base).unwrap_err().to_string().contains("tokenizer.ggml.scores"));
+        // Finding the parts of such a token would take hours.
+        let long = Writer::new("x")
+            .text("tokenizer.ggml.model", "llama")
+            .texts("tokenizer.ggml.tokens", &["a".repeat(1 << 20)])
+            .floats("tokenizer.ggml.scores", &[0.0]);
+        let said = open(&long).unwrap_err().to_string();
+        assert!(said.contains("too long"), "{said}");
     }
 
     #[test]

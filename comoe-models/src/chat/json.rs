@@ -5,6 +5,8 @@ use std::io;
 use serde::Serialize;
 use serde_json::ser::{Formatter, Serializer};
 
+use super::python::{MOST_BYTES, MOST_DEPTH, TooLarge};
+
 /// How `json.dumps` is asked to write.
 #[derive(Debug, Clone, Default)]
 pub(super) struct PythonJson {
@@ -26,19 +28,34 @@ pub(super) fn python_json(value: &impl Serialize, how: PythonJson) -> Result<Str
         let between = if how.indent.is_some() { "," } else { ", " };
         [between.to_owned(), ": ".to_owned()]
     });
-    let mut out = Vec::new();
-    let mut to = Serializer::with_formatter(
-        &mut out,
-        Python { separators, indent: how.indent, depth: 0, empty: true },
-    );
-    match how.sorted {
-        // The map of serde_json sorts its keys.
-        true => serde_json::to_value(value).and_then(|sorted| sorted.serialize(&mut to)),
-        false => value.serialize(&mut to),
+    let mut python = Python { separators, indent: how.indent, depth: 0, empty: true };
+    let mut out = Limited(Vec::new());
+    value.serialize(&mut Serializer::with_formatter(&mut out, &mut python)).map_err(failed)?;
+    if how.sorted {
+        // The map of serde_json sorts its keys. That the value is not endless was seen just now.
+        out.0.clear();
+        let sorted = serde_json::to_value(value).map_err(failed)?;
+        sorted.serialize(&mut Serializer::with_formatter(&mut out, &mut python)).map_err(failed)?;
     }
-    .map_err(failed)?;
-    let text = String::from_utf8(out).map_err(|e| e.to_string())?;
+    let text = String::from_utf8(out.0).map_err(|e| e.to_string())?;
     Ok(if how.ascii { escape_non_ascii(&text) } else { text })
+}
+
+/// Takes so many bytes and no more.
+struct Limited(Vec<u8>);
+
+impl io::Write for Limited {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        if self.0.len() + bytes.len() > MOST_BYTES {
+            return Err(io::Error::other(TooLarge.to_string()));
+        }
+        self.0.extend_from_slice(bytes);
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
 }
 
 struct Python {
@@ -53,6 +70,9 @@ impl Python {
     fn begin<W: ?Sized + io::Write>(&mut self, w: &mut W, bracket: &[u8]) -> io::Result<()> {
         self.depth += 1;
         self.empty = true;
+        if self.depth > MOST_DEPTH {
+            return Err(io::Error::other(TooLarge.to_string()));
+        }
         w.write_all(bracket)
     }
 
@@ -74,14 +94,19 @@ impl Python {
     }
 
     fn line<W: ?Sized + io::Write>(&self, w: &mut W) -> io::Result<()> {
-        match self.indent {
-            Some(indent) => write!(w, "\n{:1$}", "", indent * self.depth),
-            None => Ok(()),
+        let Some(indent) = self.indent else { return Ok(()) };
+        w.write_all(b"\n")?;
+        let mut left = indent.saturating_mul(self.depth);
+        while left > 0 {
+            let spaces = &[b' '; 64][..left.min(64)];
+            w.write_all(spaces)?;
+            left -= spaces.len();
         }
+        Ok(())
     }
 }
 
-impl Formatter for Python {
+impl Formatter for &mut Python {
     fn begin_array<W: ?Sized + io::Write>(&mut self, w: &mut W) -> io::Result<()> {
         self.begin(w, b"[")
     }

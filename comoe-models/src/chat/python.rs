@@ -4,32 +4,58 @@ use std::fmt::Write;
 
 use minijinja::value::{Value, ValueKind};
 
+/// Most bytes that a value is printed as. A list that holds a list twice, which holds another twice, is short in a
+/// template and endless in print.
+pub(super) const MOST_BYTES: usize = 32 << 20;
+/// Most lists and objects within each other that are printed.
+pub(super) const MOST_DEPTH: usize = 100;
+
+/// A value that would be printed beyond those bounds.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) struct TooLarge;
+
+impl std::fmt::Display for TooLarge {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(
+            f,
+            "a value is too large to be printed ({MOST_BYTES} bytes and a depth of {MOST_DEPTH} are the limits)"
+        )
+    }
+}
+
 /// `str(value)`: what `{{ value }}` prints. What is not defined prints nothing.
-pub(super) fn text(value: &Value) -> String {
+pub(super) fn text(value: &Value) -> Result<String, TooLarge> {
     let mut out = String::new();
     match value.as_str() {
         Some(text) => out.push_str(text),
         None if value.is_undefined() => {}
-        None => repr(value, &mut out),
+        None => repr(value, &mut out, 0)?,
     }
-    out
+    Ok(out)
 }
 
 /// `repr(value)`: texts in quotes, and lists and objects of such.
-fn repr(value: &Value, out: &mut String) {
+fn repr(value: &Value, out: &mut String, depth: usize) -> Result<(), TooLarge> {
+    if depth > MOST_DEPTH {
+        return Err(TooLarge);
+    }
     let items = |open: char, close: char, out: &mut String| {
         out.push(open);
         for (i, item) in value.try_iter().into_iter().flatten().enumerate() {
             if i > 0 {
                 out.push_str(", ");
             }
-            repr(&item, out);
+            repr(&item, out, depth + 1)?;
             if value.kind() == ValueKind::Map {
                 out.push_str(": ");
-                repr(&value.get_item(&item).unwrap_or_default(), out);
+                repr(&value.get_item(&item).unwrap_or_default(), out, depth + 1)?;
+            }
+            if out.len() > MOST_BYTES {
+                return Err(TooLarge);
             }
         }
         out.push(close);
+        Ok(())
     };
     match value.kind() {
         ValueKind::Undefined | ValueKind::None => out.push_str("None"),
@@ -39,10 +65,11 @@ fn repr(value: &Value, out: &mut String) {
             Err(_) => out.push_str(&value.to_string()),
         },
         ValueKind::String => quoted(value.as_str().unwrap_or_default(), out),
-        ValueKind::Seq | ValueKind::Iterable => items('[', ']', out),
-        ValueKind::Map => items('{', '}', out),
+        ValueKind::Seq | ValueKind::Iterable => return items('[', ']', out),
+        ValueKind::Map => return items('{', '}', out),
         _ => out.push_str(&value.to_string()),
     }
+    Ok(())
 }
 
 /// `repr` of a float: the shortest digits, with an exponent below 1e-4 and from 1e16 on.
@@ -182,7 +209,7 @@ mod tests {
 
     #[test]
     fn values_print_as_in_python() {
-        let of = |json: &str| text(&serde_json::from_str::<Value>(json).unwrap());
+        let of = |json: &str| text(&serde_json::from_str::<Value>(json).unwrap()).unwrap();
         assert_eq!(
             of(r#"{"b": [true, null, 1, 1.0, "x"], "a": {}}"#),
             "{'b': [True, None, 1, 1.0, 'x'], 'a': {}}"
@@ -192,7 +219,7 @@ mod tests {
             of(r#"["it's", "say \"x\"", "both ' and \"", "a\nb\\\u0001"]"#),
             r#"["it's", 'say "x"', 'both \' and "', 'a\nb\\\x01']"#
         );
-        assert_eq!(text(&Value::UNDEFINED), "");
+        assert_eq!(text(&Value::UNDEFINED).unwrap(), "");
         for (number, printed) in [
             (1e16, "1e+16"),
             (1.5e-7, "1.5e-07"),
@@ -201,7 +228,7 @@ mod tests {
             (1e15, "1000000000000000.0"),
             (1e300, "1e+300"),
         ] {
-            assert_eq!(text(&Value::from(number)), printed);
+            assert_eq!(text(&Value::from(number)).unwrap(), printed);
         }
     }
 

@@ -11,9 +11,9 @@ use minijinja::{Environment, ErrorKind, Output, State};
 use serde::ser::{Serialize, SerializeMap, Serializer};
 
 use super::json::{PythonJson, python_json};
-use super::python;
+use super::{python, source};
 use crate::error::{Error, Result};
-use crate::load::SideFiles;
+use crate::load::{GgufModel, SideFiles};
 
 /// Steps that a template may take: a few hundred times what real ones need for a full context, and still well under
 /// a second.
@@ -97,12 +97,16 @@ pub struct ChatTemplate {
 impl ChatTemplate {
     /// Looks in a model folder: `chat_template.jinja`, else `chat_template` of `tokenizer_config.json` (a text, or a
     /// list of named ones of which `default` is taken) or of `chat_template.json`. `None` when there is none. Special
-    /// tokens are those of `tokenizer_config.json`, and what `special_tokens_map.json` has besides.
+    /// tokens are those of `tokenizer_config.json`, and what `special_tokens_map.json` has besides. Or takes the template
+    /// of a GGUF file.
     ///
     /// # Errors
     /// [`Error::BadFile`] for a file that cannot be read as such, [`Error::Template`] for a template that does not
     /// compile.
     pub fn find(folder: &Path) -> Result<Option<Self>> {
+        if let Some(gguf) = GgufModel::of(folder)? {
+            return gguf.template();
+        }
         Self::find_in(SideFiles::Folder(folder))
     }
 
@@ -137,11 +141,12 @@ impl ChatTemplate {
         let syntax = SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build().map_err(failed)?;
         env.set_syntax(syntax);
         env.set_fuel(Some(FUEL));
-        env.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
+        env.set_unknown_method_callback(python_method);
         env.set_formatter(|out: &mut Output<'_>, _: &mut State<'_, '_>, value: &Value| {
-            Ok(std::fmt::Write::write_str(out, &python::text(value))?)
+            Ok(std::fmt::Write::write_str(out, &printed(value)?)?)
         });
-        env.add_filter("string", |value: Value| python::text(&value));
+        env.add_filter("string", |value: Value| printed(&value));
+        env.add_filter(source::HELD, source::held);
         env.add_function("raise_exception", |reason: String| -> Rendered {
             Err(minijinja::Error::new(ErrorKind::InvalidOperation, reason))
         });
@@ -161,7 +166,7 @@ impl ChatTemplate {
             options.assert_all_used()?;
             python_json(&value, how).map_err(|e| minijinja::Error::new(ErrorKind::BadSerialization, e))
         });
-        env.add_template_owned("chat", without_generation_marks(source)).map_err(failed)?;
+        env.add_template_owned("chat", source::prepared(source)).map_err(failed)?;
         Ok(Self { env, special, clock })
     }
 
@@ -200,6 +205,33 @@ impl ChatTemplate {
     }
 }
 
+fn printed(value: &Value) -> Rendered {
+    python::text(value).map_err(|e| minijinja::Error::new(ErrorKind::InvalidOperation, e.to_string()))
+}
+
+/// Python's methods of texts, lists and objects, those of `pycompat`; but `join` of a text, which would take what it
+/// joins without fuel, is made here.
+fn python_method(
+    state: &mut State<'_, '_>,
+    value: &Value,
+    method: &str,
+    args: &[Value],
+) -> std::result::Result<Value, minijinja::Error> {
+    let (Some(between), "join", [values]) = (value.as_str(), method, args) else {
+        return minijinja_contrib::pycompat::unknown_method_callback(state, value, method, args);
+    };
+    let mut joined = String::new();
+    for (i, value) in values.try_iter()?.enumerate() {
+        let part = printed(&value)?;
+        let between = if i > 0 { between } else { "" };
+        // One for 64 bytes, as minijinja counts, and one for the part.
+        state.consume_fuel(1 + ((between.len() + part.len()) / 64) as u64)?;
+        joined.push_str(between);
+        joined.push_str(&part);
+    }
+    Ok(Value::from(joined))
+}
+
 fn failed(e: minijinja::Error) -> Error {
     let reason = match (e.kind(), e.detail()) {
         (ErrorKind::OutOfFuel, _) => "it does not end (stopped)".to_owned(),
@@ -236,29 +268,6 @@ fn special_tokens(config: &serde_json::Value) -> BTreeMap<String, String> {
         .filter(|(k, _)| k.ends_with("_token"))
         .filter_map(|(k, v)| Some((k.clone(), text(v)?)))
         .collect()
-}
-
-/// Turns `{% generation %}` and `{% endgeneration %}` (marks for training, unknown to minijinja) into a block that
-/// always runs; whitespace control stays.
-fn without_generation_marks(source: &str) -> String {
-    let mut out = String::with_capacity(source.len());
-    let mut rest = source;
-    while let Some(at) = rest.find("{%") {
-        let (before, tag) = rest.split_at(at);
-        out.push_str(before);
-        let Some(end) = tag.find("%}") else {
-            rest = tag;
-            break;
-        };
-        let (tag, after) = tag.split_at(end + 2);
-        match tag[2..end].trim_matches(|c: char| c == '-' || c == '+' || c.is_whitespace()) {
-            "generation" => out.push_str(&tag.replace("generation", "if true")),
-            "endgeneration" => out.push_str(&tag.replace("endgeneration", "endif")),
-            _ => out.push_str(tag),
-        }
-        rest = after;
-    }
-    out + rest
 }
 
 #[cfg(test)]
@@ -404,6 +413,50 @@ mod tests {
         assert!(render("{{ open('/etc/hostname') }}", &[]).is_err());
         assert!(render("{% if %}", &[]).is_err());
         assert!(render("{{ messages[0].content.nonsense() }}", &[Message::user("x")]).is_err());
+    }
+
+    #[test]
+    fn a_template_cannot_take_all_memory() {
+        let many = |step: &str, then: &str| {
+            format!(
+                "{{% set ns = namespace(a='0123456789', b=[1, [2]]) %}}{{% for i in range(3000) %}}{step}{{% endfor %}}{then}"
+            )
+        };
+        for source in [
+            // Texts that double.
+            many("{% set ns.a = ns.a ~ ns.a %}", ""),
+            many("{% set ns.a = ns.a + ns.a %}", ""),
+            many("{% set ns.a = ns.a * 2 %}", ""),
+            many("{% set ns.a = ns.a.replace('0', ns.a) %}", ""),
+            many("{% set ns.a = [ns.a, ns.a]|join %}", ""),
+            many("{% set ns.a = ''.join([ns.a] * 1000) %}", ""),
+            many("{% set ns.a = ns.a.join([ns.a, ns.a]) %}", ""),
+            // Lists that hold one twice that holds another twice.
+            many("{% set ns.b = [ns.b, ns.b] %}", "{{ ns.b }}"),
+            many("{% set ns.b = [ns.b, ns.b] %}", "{{ ns.b|string }}"),
+            many("{% set ns.b = [ns.b, ns.b] %}", "{{ ns.b|tojson }}"),
+            many("{% set ns.b = [ns.b, ns.b] %}", "{{ {'a': ns.b}|tojson(sort_keys=true) }}"),
+            many("{% set ns.b = [ns.b, ns.b] %}", "{{ 'x'.join([ns.b]) }}"),
+            // As deep as they are many.
+            many("{% set ns.b = [ns.b] %}", "{{ ns.b }}"),
+            many("{% set ns.b = [ns.b] %}", "{{ ns.b|tojson }}"),
+            many("{% set ns.b = {'a': ns.b} %}", "{{ ns.b }}"),
+            many("{% set ns.b = {'a': ns.b} %}", "{{ ns.b|tojson(sort_keys=true) }}"),
+            // One that holds itself.
+            many("", "{% set ns.a = ns %}{{ ns }}"),
+            many("", "{% set ns.a = ns %}{{ ns|tojson }}"),
+            many("", "{% set ns.a = {'b': [ns]} %}{{ 'x' ~ ns }}"),
+            many("", "{% set other = namespace(a=ns) %}{% set ns.a = other %}{{ 'x' ~ ns }}"),
+            many("", "{{ [[1]]|tojson(indent=99999999999999) }}"),
+            many("", "{{ [[1]]|tojson(indent=70000) * 9999 }}"),
+        ] {
+            let e = render(&source, &[]).unwrap_err().to_string();
+            assert!(
+                e.len() < 1000
+                    && ["does not end", "too large", "a namespace"].iter().any(|part| e.contains(part)),
+                "{source}: {e:.1000}"
+            );
+        }
     }
 
     #[test]

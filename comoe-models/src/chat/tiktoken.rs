@@ -5,7 +5,9 @@ use std::path::Path;
 
 use serde_json::{Value, json};
 
+use super::merges::check_lengths;
 use crate::error::{Error, Result};
+use crate::load::{TOKENIZER_BYTES, read_small, read_text};
 
 /// The file.
 pub(super) const FILE: &str = "tiktoken.model";
@@ -39,15 +41,20 @@ const PIECES: &[&str] = &[
 /// [`Error::BadFile`] when the table or `tokenizer_config.json` is not what it should be.
 pub(super) fn converted(folder: &Path) -> Result<Option<Value>> {
     let config_path = folder.join("tokenizer_config.json");
-    let Ok(config) = std::fs::read_to_string(&config_path) else { return Ok(None) };
+    if !config_path.exists() {
+        return Ok(None);
+    }
+    let config = read_text(&config_path)?;
     let config: Value = serde_json::from_str(&config)
         .map_err(|e| Error::bad_file(&config_path, format!("not valid JSON: {e}")))?;
     if config["tokenizer_class"] != CLASS {
         return Ok(None);
     }
     let path = folder.join(FILE);
-    let text = std::fs::read_to_string(&path).map_err(|e| Error::io(&path, e))?;
+    let text = String::from_utf8(read_small(&path, TOKENIZER_BYTES)?)
+        .map_err(|e| Error::bad_file(&path, format!("not UTF-8: {}", e.utf8_error())))?;
     let tokens = table(&text).map_err(|reason| Error::bad_file(&path, reason))?;
+    check_lengths(tokens.iter().map(Vec::len)).map_err(|reason| Error::bad_file(&path, reason))?;
     let ranks: HashMap<&[u8], usize> =
         tokens.iter().enumerate().map(|(rank, t)| (t.as_slice(), rank)).collect();
     if ranks.len() != tokens.len() {
@@ -205,7 +212,10 @@ mod tests {
             r#"{"tokenizer_class": "TikTokenTokenizer"}"#,
         )
         .unwrap();
-        let e = Tokenizer::of_model(dir.path()).unwrap_err().to_string();
-        assert!(e.contains(FILE) && e.contains("token 2"), "{e}");
+        let error = || Tokenizer::of_model(dir.path()).unwrap_err().to_string();
+        assert!(error().contains(FILE) && error().contains("token 2"), "{}", error());
+        // Finding the parts of such a token would take hours.
+        std::fs::write(dir.path().join(FILE), format!("YQ== 0\n{} 1\n", "YWFh".repeat(1 << 20))).unwrap();
+        assert!(error().contains("too long"), "{}", error());
     }
 }

@@ -5,6 +5,7 @@ use std::path::Path;
 
 use super::{thinking, tiktoken};
 use crate::error::{Error, Result};
+use crate::load::{GgufModel, TOKENIZER_BYTES, read_small};
 
 /// A tokenizer read from `tokenizer.json`.
 #[derive(Debug)]
@@ -25,11 +26,15 @@ const FOREIGN: &[(&str, &str)] = &[
 ];
 
 impl Tokenizer {
-    /// Reads the tokenizer of the model in `folder`: `tokenizer.json`, else the `tiktoken.model` of Kimi's kind.
+    /// Reads the tokenizer of the model in `folder`: `tokenizer.json`, else the `tiktoken.model` of Kimi's kind; or the
+    /// one that a GGUF file describes.
     ///
     /// # Errors
     /// [`Error::ForeignTokenizer`] when there is one in another form, and as [`Self::read`].
     pub fn of_model(folder: &Path) -> Result<Self> {
+        if let Some(gguf) = GgufModel::of(folder)? {
+            return gguf.tokenizer();
+        }
         Self::parse(&folder.join("tokenizer.json"), &Self::json_of_model(folder)?)
     }
 
@@ -57,7 +62,7 @@ impl Tokenizer {
                 }
             }
         }
-        std::fs::read(&path).map_err(|e| Error::io(&path, e))
+        read_small(&path, TOKENIZER_BYTES)
     }
 
     /// Reads `tokenizer.json`.
@@ -65,7 +70,7 @@ impl Tokenizer {
     /// # Errors
     /// [`Error::Io`], or [`Error::BadFile`] when it is no tokenizer.
     pub fn read(path: &Path) -> Result<Self> {
-        Self::parse(path, &std::fs::read(path).map_err(|e| Error::io(path, e))?)
+        Self::parse(path, &read_small(path, TOKENIZER_BYTES)?)
     }
 
     pub(crate) fn parse(path: &Path, bytes: &[u8]) -> Result<Self> {

@@ -6,9 +6,9 @@ use comoe_core::store::PackedFile;
 use serde::de::DeserializeOwned;
 use serde_json::{Map, Value};
 
-use super::SideFiles;
-use super::files::{gguf_of, packed_of};
+use super::files::packed_of;
 use super::gguf::GgufModel;
+use super::side_files::{SideFiles, read_text};
 use crate::error::{Error, Result};
 
 /// A field's usual name, and the spellings to look for, in order. A dot enters an object.
@@ -23,6 +23,10 @@ const SPELLINGS: &[(&str, &[&str])] = &[
     ("tie_word_embeddings", &["tie_word_embeddings", "tie_embedding"]),
 ];
 
+/// Largest size or count of a configuration: above every published model, and far enough from overflow that three of
+/// them can be multiplied with a few bytes.
+pub(crate) const MAX_SIZE: usize = 1 << 24;
+
 /// A parsed `config.json` (or `generation_config.json`) that remembers where it came from.
 #[derive(Debug, Clone)]
 pub struct ConfigFile {
@@ -36,8 +40,7 @@ impl ConfigFile {
     /// # Errors
     /// [`Error::Io`], or [`Error::BadFile`] when it is not a JSON object.
     pub fn read(path: &Path) -> Result<Self> {
-        let text = std::fs::read_to_string(path).map_err(|e| Error::io(path, e))?;
-        Self::parse(path, &text)
+        Self::parse(path, &read_text(path)?)
     }
 
     /// Reads `config.json` of a model folder or a packed file, or makes one of a GGUF file's metadata.
@@ -45,8 +48,8 @@ impl ConfigFile {
     /// # Errors
     /// As [`Self::read`]; says so when the folder itself is not there.
     pub fn of_model(folder: &Path) -> Result<Self> {
-        if let Some(file) = gguf_of(folder) {
-            return GgufModel::open(&file)?.config();
+        if let Some(gguf) = GgufModel::of(folder)? {
+            return gguf.config();
         }
         if let Some(file) = packed_of(folder)? {
             return Self::of_packed(&file);
@@ -152,12 +155,27 @@ impl ConfigFile {
     /// A size that must be there and be at least 1.
     ///
     /// # Errors
-    /// [`Error::BadField`] for 0, and as [`Self::require`].
+    /// [`Error::BadField`] for 0 and for more than any model has, and as [`Self::require`].
     pub fn size(&self, field: &str) -> Result<usize> {
-        match self.require(field)? {
+        match self.bounded(field, self.require(field)?)? {
             0 => Err(self.bad(field, "0 is no size")),
             n => Ok(n),
         }
+    }
+
+    /// A size or count that may be 0, or the default of the family's configuration class.
+    ///
+    /// # Errors
+    /// [`Error::BadField`] for more than any model has, and as [`Self::get`].
+    pub fn count_or(&self, field: &str, default: usize) -> Result<usize> {
+        self.bounded(field, self.or(field, default)?)
+    }
+
+    fn bounded(&self, field: &str, n: usize) -> Result<usize> {
+        if n > MAX_SIZE {
+            return Err(self.bad(field, format!("{n} is more than any model has; the limit is {MAX_SIZE}")));
+        }
+        Ok(n)
     }
 
     /// A complaint about a field of this file.

@@ -7,7 +7,7 @@ use comoe_core::store::{Checkpoint, PackedFile, Quantisation};
 use serde_json::Value;
 
 use super::gguf::GgufModel;
-use super::{ConfigFile, SideFiles};
+use super::{ConfigFile, SideFiles, TOKENIZER_BYTES};
 use crate::chat::{ChatTemplate, Tokenizer};
 use crate::error::{Error, Result};
 
@@ -103,6 +103,11 @@ impl ModelFiles {
     /// As [`Self::tokenizer`].
     pub(crate) fn tokenizer_json(&self) -> Result<Vec<u8>> {
         match self.packed.as_ref().map(|file| file.file("tokenizer.json")) {
+            Some(Some(bytes)) if bytes.len() as u64 > TOKENIZER_BYTES => {
+                let reason =
+                    format!("holds a tokenizer of {} bytes; {TOKENIZER_BYTES} are the limit", bytes.len());
+                Err(Error::bad_file(&self.path, reason))
+            }
             Some(Some(bytes)) => Ok(bytes.to_vec()),
             Some(None) => Err(Error::bad_file(&self.path, "holds no tokenizer; pack the model again")),
             None => Tokenizer::json_of_model(&self.path),

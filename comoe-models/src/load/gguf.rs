@@ -9,6 +9,8 @@ use comoe_core::store::{ARCHITECTURES, Gguf, GgufValue};
 use serde_json::{Map, Value, json};
 
 use super::ConfigFile;
+use super::files::gguf_of;
+use crate::arch::MAX_LAYERS;
 use crate::chat::{ChatTemplate, Tokenizer, gguf_tokenizer};
 use crate::error::{Error, Result};
 
@@ -20,6 +22,11 @@ pub(crate) struct GgufModel {
 impl GgufModel {
     pub(crate) fn open(path: &Path) -> Result<Self> {
         Ok(Self { gguf: Gguf::open(path)? })
+    }
+
+    /// The GGUF file that `path` stands for, opened; `None` for a model of another kind.
+    pub(crate) fn of(path: &Path) -> Result<Option<Self>> {
+        gguf_of(path).map(|file| Self::open(&file)).transpose()
     }
 
     /// The tokenizer that the file describes.
@@ -108,6 +115,12 @@ impl Metadata<'_> {
     fn config(mut self, architecture: &str) -> Result<ConfigFile> {
         let layers =
             self.need("block_count")?.saturating_sub(self.number("nextn_predict_layers").unwrap_or(0));
+        // Tensors of each are looked for.
+        if layers > MAX_LAYERS as u64 {
+            let reason =
+                format!("has {layers} layers, which is more than any model has; the limit is {MAX_LAYERS}");
+            return Err(Error::bad_file(self.path(), reason));
+        }
         let heads = self.need("attention.head_count")?;
         let hidden = self.need("embedding_length")?;
         self.put("num_hidden_layers", layers);
@@ -201,7 +214,7 @@ impl Metadata<'_> {
                     scaling.insert("truncate".into(), false.into());
                 }
             }
-            "deepseek2" => self.deepseek()?,
+            "deepseek2" => self.deepseek(layers)?,
             "glm4moe" => {
                 self.put("model_type", "glm4_moe");
                 self.put("use_qk_norm", self.gguf.has_tensor("blk.0.attn_q_norm.weight"));
@@ -253,7 +266,7 @@ impl Metadata<'_> {
         }
     }
 
-    fn deepseek(&mut self) -> Result<()> {
+    fn deepseek(&mut self, layers: u64) -> Result<()> {
         let sigmoid = match self.number("expert_gating_func") {
             // Files of DeepSeek-V2 do not say.
             None | Some(0 | 1) => false,
@@ -265,7 +278,6 @@ impl Metadata<'_> {
             }
         };
         self.put("model_type", if sigmoid { "deepseek_v3" } else { "deepseek_v2" });
-        let layers = self.need("block_count")?;
         self.sigmoid_router(layers);
         if !sigmoid {
             let grouped = self.number("expert_group_count").is_some_and(|n| n > 1);

@@ -15,16 +15,18 @@ mod side_files;
 mod workspace;
 
 pub use config::ConfigFile;
+pub(crate) use config::MAX_SIZE;
 pub use dense::DenseWeights;
 pub(crate) use files::ModelFiles;
 pub use format::{DenseFormat, KvFormat};
+pub(crate) use gguf::GgufModel;
 pub(crate) use layers::Builder;
 pub use needs::{DEVICE_MARGIN, KvPart};
 pub(crate) use open::open_decoder;
 pub use open::{DEFAULT_CONTEXT, LoadOptions};
 pub use pack::Packer;
 pub use plan::{ModelPlan, Target};
-pub(crate) use side_files::SideFiles;
+pub(crate) use side_files::{SideFiles, TOKENIZER_BYTES, read_small, read_text};
 
 /// How far loading has come. Reports of conversions come from several threads, in any order.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -16,6 +16,9 @@ const MAX_TENSORS: u64 = 1 << 18;
 const MAX_ENTRIES: u64 = 1 << 14;
 /// Bytes of a key or of a tensor's name.
 const MAX_NAME: usize = 1 << 10;
+/// Bytes before the data: vocabularies make the most of it, 20 MB at most in published files. What is read of it takes up
+/// to eight times as much memory.
+const MAX_HEADER: usize = 128 << 20;
 /// Files of one model.
 const MAX_SPLITS: u64 = 1 << 10;
 
@@ -178,7 +181,9 @@ struct Header {
 impl Header {
     fn read(path: &Path, number: usize) -> Result<Self> {
         let mut shard = Shard::map(path)?;
-        let mut reader = Reader { path, bytes: shard.bytes(), at: 0 };
+        let whole = shard.bytes();
+        let mut reader =
+            Reader { path, bytes: &whole[..whole.len().min(MAX_HEADER)], at: 0, whole: whole.len() };
         let (tensor_count, entry_count) = reader.preamble()?;
         let mut metadata = BTreeMap::new();
         for _ in 0..entry_count {
@@ -266,8 +271,11 @@ struct Info {
 
 struct Reader<'a> {
     path: &'a Path,
+    /// As much of the file as may be its header.
     bytes: &'a [u8],
     at: usize,
+    /// Bytes of the file.
+    whole: usize,
 }
 
 impl<'a> Reader<'a> {
@@ -275,16 +283,20 @@ impl<'a> Reader<'a> {
         Error::bad_file(self.path, reason)
     }
 
+    /// That the file, or what a header may be, ends before so many more bytes.
+    fn ends_before(&self, more: u64) -> Error {
+        let promised = (self.at as u64).saturating_add(more);
+        if promised <= self.whole as u64 {
+            return self.bad(format!(
+                "has a header of more than {MAX_HEADER} bytes, which is more than any model's"
+            ));
+        }
+        Error::TruncatedFile { path: self.path.to_owned(), promised, found: self.whole as u64 }
+    }
+
     fn take(&mut self, len: usize) -> Result<&'a [u8]> {
         let end = self.at.checked_add(len).filter(|end| *end <= self.bytes.len());
-        let Some(end) = end else {
-            let promised = (self.at as u64).saturating_add(len as u64);
-            return Err(Error::TruncatedFile {
-                path: self.path.to_owned(),
-                promised,
-                found: self.bytes.len() as u64,
-            });
-        };
+        let Some(end) = end else { return Err(self.ends_before(len as u64)) };
         let taken = &self.bytes[self.at..end];
         self.at = end;
         Ok(taken)
@@ -395,12 +407,7 @@ impl<'a> Reader<'a> {
         // Allocated below: no more elements than the rest of the file can hold.
         let rest = self.bytes.len() - self.at;
         if length > rest / least {
-            let promised = (self.at as u64).saturating_add((length as u64).saturating_mul(least as u64));
-            return Err(Error::TruncatedFile {
-                path: self.path.to_owned(),
-                promised,
-                found: self.bytes.len() as u64,
-            });
+            return Err(self.ends_before((length as u64).saturating_mul(least as u64)));
         }
         Ok(match kind {
             8 => GgufValue::Texts((0..length).map(|_| self.text()).collect::<Result<_>>()?),
