@@ -163,7 +163,7 @@ fn read_config(config: &ConfigFile) -> bool {
     }
     let Ok(plan) = arch::plan(config) else { return false };
     let _ = plan.check_context(4096);
-    std::hint::black_box(plan.kv_bytes_per_token(2));
+    std::hint::black_box(plan.kv_bytes_per_token(2, comoe_models::KvFormat::Plain));
     true
 }
 
