@@ -89,8 +89,7 @@ impl Decoder {
 
     /// Whether experts have fewer slots than there are experts, so that memory is short.
     fn is_short(&self) -> bool {
-        let stats = self.experts().stats();
-        stats.most_slots < stats.records
+        self.experts().slots_in_force().most < self.experts().directory().len()
     }
 
     fn lend(&self, kv: &mut KvCache, bytes: u64) -> Result<()> {
