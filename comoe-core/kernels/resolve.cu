@@ -76,8 +76,8 @@ struct Resolve {
     uint32_t ordinal;        // of the step in its token
     uint32_t unused;
 };
-static_assert(sizeof(Resolve) == 216 && sizeof(Partition) == 16 && sizeof(Fault) == 16 && sizeof(Counters) == 32, "mirrored structs");
-static_assert(sizeof(Progress) == 8 && sizeof(Missing) == 8, "mirrored structs");
+static_assert(sizeof(Resolve) == 216 && sizeof(Fault) == 16 && sizeof(Counters) == 32, "mirrored structs");
+static_assert(sizeof(Progress) == 8 && sizeof(Missing) == 8 && sizeof(Partition) == 16, "mirrored structs");
 
 template <int N>
 __device__ __forceinline__ double series(const double (&coefficients)[N], double x) {

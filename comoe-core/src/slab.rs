@@ -220,8 +220,8 @@ mod tests {
         assert_eq!(slab.set_unused(100..400).unwrap().unwrap(), 128 << 10);
         assert!(slab.read(SlotId(100)).is_none() && slab.write(SlotId(399)).is_none());
         assert_eq!(slab.read(SlotId(99)).unwrap()[1023], 7);
-        assert_eq!(slab.set_unused(200..300).unwrap().unwrap(), (400 - 64) << 10);
-        assert_eq!((slab.read(SlotId(199)).unwrap()[0], slab.read(SlotId(300)).unwrap()[0]), (0, 0));
+        assert_eq!(slab.set_unused(190..330).unwrap().unwrap(), (400 - 128) << 10);
+        assert_eq!((slab.read(SlotId(189)).unwrap()[0], slab.read(SlotId(330)).unwrap()[0]), (0, 0));
         assert!(slab.read(SlotId(200)).is_none());
         assert_eq!(slab.set_unused(0..0).unwrap().unwrap(), 400 << 10);
         slab.write(SlotId(250)).unwrap().fill(8);

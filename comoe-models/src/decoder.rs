@@ -50,6 +50,7 @@ pub struct Decoder {
     experts: ExpertCache,
     context: usize,
     most_context: usize,
+    budgeted: bool,
     /// Tokens of a prompt that go through the model at once. Chunks end at multiples of it, so how a sequence is cut
     /// depends on positions alone.
     chunk: usize,
@@ -176,6 +177,7 @@ impl Decoder {
         Ok(Self {
             chunk: chunk_tokens(&plan, context, device.is_cuda()),
             most_context: plan.most_context(context),
+            budgeted: false,
             plan,
             embedding,
             embedding_scale,
@@ -267,6 +269,16 @@ impl Decoder {
     /// Tokens that a sequence can have when it grows ([`Self::make_room`]): the model's limit, unless another was set.
     pub fn most_context(&self) -> usize {
         self.most_context
+    }
+
+    /// Memory has a limit of its own, so it is short however much is free: sequences that grow take it from the slots.
+    pub(crate) fn with_budget(mut self, budgeted: bool) -> Self {
+        self.budgeted = budgeted;
+        self
+    }
+
+    pub(crate) fn is_budgeted(&self) -> bool {
+        self.budgeted
     }
 
     /// Sets another limit, which is kept between the planned context and the model's.

@@ -223,23 +223,24 @@ impl<'m> Session<'m> {
     /// What became of the planned context.
     fn context_note(&self) -> Option<String> {
         let (planned, now) = (self.model.decoder().context(), self.kv.capacity());
-        let stats = self.model.experts().stats();
         (now > planned).then(|| {
-            let slots = match stats.slots == stats.most_slots {
+            let force = self.model.experts().slots_in_force();
+            let slots = match force.slots == force.most {
                 true => "in memory that was free".to_owned(),
-                false => format!("the experts have {} slots of {} left", stats.slots, stats.most_slots),
+                false => format!("the experts have {} slots of {} left", force.slots, force.most),
             };
             format!("the context grew from {planned} to {now} tokens; {slots}")
         })
     }
 
-    /// Answers `prompt`. Keys and values of the longest common prefix of it and of what went through before are kept. Where the
-    /// sequence outgrows the planned context, it grows ([`Decoder::make_room`](crate::Decoder::make_room)); an answer that finds no
-    /// room any more ends there. It is cut back when a prompt fits the plan again.
+    /// Answers `prompt`. Keys and values of the longest common prefix of it and of what went through before are kept.
+    /// Where the sequence outgrows the planned context, it grows ([`Decoder::make_room`](crate::Decoder::make_room)); an
+    /// answer that finds no room any more ends there. It is cut back when a prompt fits the plan again.
     ///
     /// # Errors
-    /// [`Error::ContextCannotGrow`] for a prompt that there is no memory for, [`Error::EmptyPrompt`], [`Error::PromptTooLong`], [`Error::GenerationTooLong`], [`Error::BadOption`], and
-    /// what the model reports. The session can go on afterwards.
+    /// [`Error::ContextCannotGrow`] for a prompt that there is no memory for, [`Error::EmptyPrompt`],
+    /// [`Error::PromptTooLong`], [`Error::GenerationTooLong`], [`Error::BadOption`], and what the model reports. The session can
+    /// go on afterwards.
     pub fn generate(
         &mut self,
         prompt: &[u32],

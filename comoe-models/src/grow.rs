@@ -15,7 +15,7 @@ const ROUND: usize = 64;
 
 impl Decoder {
     /// Makes room for `tokens` tokens in all in `kv`, and for some more, if it has none. The bytes come from the experts'
-    /// slots, byte for byte; where every expert has a slot, nobody is short of memory, and slots leave only when there is none.
+    /// slots, byte for byte; where every expert has a slot and memory has no limit set, slots leave only when there is none.
     /// What is in the cache stays as it is, at other addresses.
     ///
     /// # Errors
@@ -87,10 +87,9 @@ impl Decoder {
         moved
     }
 
-    /// Whether experts have fewer slots than there are experts, so that memory is short.
+    /// Whether memory is short: it has a limit, or experts have fewer slots than there are experts.
     fn is_short(&self) -> bool {
-        let stats = self.experts().stats();
-        stats.most_slots < stats.records
+        self.is_budgeted() || self.experts().slots_in_force().most < self.experts().directory().len()
     }
 
     fn lend(&self, kv: &mut KvCache, bytes: u64) -> Result<()> {

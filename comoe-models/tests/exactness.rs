@@ -172,6 +172,11 @@ fn a_context_that_grows_takes_slots_and_gives_them_back() {
         assert!(have.1.unwrap().contains("slots of 58 left"));
         model.experts().check().unwrap();
     }
+    // A limit on memory holds for what grows, too, where every expert has a slot.
+    let model = load(CacheOptions { budget: Some(1 << 30), ..CacheOptions::default() }, None);
+    assert_eq!(long_answers(&model, LONG).0, want.0);
+    let stats = model.experts().stats();
+    assert!(stats.least_slots < EXPERTS && stats.slots == EXPERTS, "{stats}");
     // Where slots have nothing to give, an answer ends early, and a prompt is refused.
     let cache = CacheOptions { capacity: Capacity::Slots(16), ..CacheOptions::default() };
     let model = load(cache, None);

@@ -13,8 +13,10 @@ const SPARE: u64 = 4 << 20;
 pub struct SlotsInForce {
     /// Slots, without staging.
     pub slots: usize,
-    /// Bytes of device memory that they have, with staging and ring. Memory comes and goes in chunks, so this may be somewhat more
-    /// than the slots need.
+    /// Slots that the cache was built with.
+    pub most: usize,
+    /// Bytes of device memory that they have, with staging and ring. Memory comes and goes in chunks, so this may be
+    /// somewhat more than the slots need.
     pub bytes: u64,
     /// Bytes of it that are lent ([`ExpertCache::lend`](crate::ExpertCache::lend)).
     pub lent: u64,
@@ -46,7 +48,7 @@ impl Engine {
         let slots = self.pool.shape().slots();
         let all = self.clocks.len() as u64 * self.slot_bytes as u64;
         let bytes = self.backend.chunks().map_or(all, |chunks| self.bytes_of(chunks, slots));
-        SlotsInForce { slots, bytes, lent: self.elastic.lent }
+        SlotsInForce { slots, most: self.pool.most().slots(), bytes, lent: self.elastic.lent }
     }
 
     /// Why the number of slots cannot change, if so.
@@ -70,9 +72,9 @@ impl Engine {
     pub(crate) fn lend(&mut self, bytes: u64) -> Result<SlotsInForce> {
         let chunks = self.backend.chunks().map_err(|reason| Error::FixedSlots { reason })?;
         let Elastic { wanted, least, lent } = self.elastic;
-        let most = self.bytes_of(chunks, wanted).saturating_sub(self.bytes_of(chunks, least));
-        if lent + bytes > most {
-            return Err(Error::NothingToLend { asked: bytes, most: most.saturating_sub(lent), least });
+        let most = self.bytes_of(chunks, wanted).saturating_sub(self.bytes_of(chunks, least) + lent);
+        if bytes > most {
+            return Err(Error::NothingToLend { asked: bytes, most, least });
         }
         self.elastic.lent += bytes;
         self.apply()

@@ -111,7 +111,7 @@ fn slots_come_back_as_far_as_there_is_memory() {
     let mut noise = Noise(2);
     for step in 0..20 {
         let y = forward(&cache, &model.call(step, 1, DType::F32, &mut noise)).expect("a step");
-        assert!(y.flatten_all().and_then(|y| y.to_vec1::<f32>()).expect("y").iter().all(|v| v.is_finite()));
+        assert!(y.iter().all(|v| v.is_finite()));
     }
     cache.check().expect("slots equal the store");
     // SAFETY: allocated above, used by nobody.

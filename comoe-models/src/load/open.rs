@@ -114,6 +114,7 @@ pub(crate) fn open_decoder(
     }
     let decoder = decoder.with_kv_format(options.kv);
     let decoder = decoder.with_most_context(options.most_context.unwrap_or(usize::MAX));
+    let decoder = decoder.with_budget(options.cache.budget.is_some());
     Ok(decoder.with_notes(notes).with_plan(memory, free))
 }
 

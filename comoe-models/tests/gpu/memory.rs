@@ -23,7 +23,7 @@ fn owners_hold_what_was_planned() {
         decoder.warm_up().expect("a warm-up");
         let mut session = model.session().expect("a session");
         for prompt in [&[5, 9, 70][..], &[9; 700]] {
-            session.reset();
+            session.reset().expect("the planned cache");
             let options = GenerateOptions { max_tokens: Some(40), ..GenerateOptions::default() };
             session.generate(prompt, &options, &mut |_| ControlFlow::Continue(())).expect("an answer");
         }

@@ -49,7 +49,7 @@ impl Mapping {
     /// # Errors
     /// The driver's, above all that there is not enough memory.
     pub(super) fn new(gpu: &Gpu, slots: usize, slot_bytes: usize) -> Answer<Option<Self>> {
-        let attribute = Attribute::CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED;
+        let attribute = Attribute::CU_DEVICE_ATTRIBUTE_VIRTUAL_ADDRESS_MANAGEMENT_SUPPORTED;
         if slots == 0 || gpu.ctx.attribute(attribute)? == 0 {
             return Ok(None);
         }
