@@ -283,7 +283,7 @@ impl Decode {
                 .peer_access(self.peer_access)
                 .build()?;
             // Not counted: each device's backend sees its own experts alone.
-            return Ok((cache, (0..records).map(|_| AtomicU64::new(0)).collect()));
+            return Ok((cache, (0..records).map(|_| AtomicU64::new(0)).collect(), None));
         }
         let tier = self.tier(&store, device)?;
         let (source, cuda) = match &tier {

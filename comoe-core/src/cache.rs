@@ -254,7 +254,7 @@ impl ExpertCache {
     /// How often each record was asked for since the cache was built, whoever drove the steps, by record number. Where the
     /// device drives steps, waits for those so far.
     pub fn uses(&self) -> Vec<u64> {
-        self.core.engine().uses()
+        self.core.uses()
     }
 
     /// Tokens that the prefetch in force has learned its table from; `None` where it learns none.

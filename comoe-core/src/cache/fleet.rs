@@ -16,7 +16,7 @@ use crate::expert::{ExpertLayout, ExpertSpec};
 use crate::placement::Placement;
 use crate::schedule::{Engine, Finish, Need, Rows, Step, covers};
 use crate::stats::{CacheStats, DeviceStats};
-use crate::store::{RecordIndex, RecordSource};
+use crate::store::{LayerEntry, RecordIndex, RecordSource};
 
 /// What a cache over several devices has besides its first engine.
 pub(super) struct Fleet {
@@ -284,6 +284,23 @@ impl Core {
             }
         }
         result
+    }
+
+    /// By record of the model: see [`Engine::uses`].
+    pub(super) fn uses(&self) -> Vec<u64> {
+        let by_device = self.each_engine(|engine, _| engine.uses());
+        let Some(fleet) = &self.fleet else { return by_device.into_iter().next().unwrap_or_default() };
+        let layers = self.directory.layers().iter().enumerate();
+        let of = |(ordinal, layer): (usize, &LayerEntry)| {
+            let records = layer.first..layer.first + layer.experts as u32;
+            records.map(move |r| (ordinal, RecordIndex(r))).collect::<Vec<_>>()
+        };
+        let used = |(ordinal, record): (usize, RecordIndex)| {
+            let owner = fleet.placement.owner(record);
+            let first = fleet.sources[owner].directory().layers()[ordinal].first;
+            by_device[owner].get((first + fleet.placement.number(record)) as usize).copied().unwrap_or(0)
+        };
+        layers.flat_map(of).map(used).collect()
     }
 
     pub(super) fn stats(&self) -> CacheStats {
