@@ -86,6 +86,12 @@ pub(crate) struct DecodeArgs {
     pub(crate) shape: String,
     #[command(flatten)]
     pub(crate) model: ModelArgs,
+    /// More GPUs that hold experts, N of cuda:N, separated by commas; each has as many slots as the first.
+    #[arg(long, value_delimiter = ',')]
+    pub(crate) also: Vec<usize>,
+    /// Let the GPUs not use each other's memory.
+    #[arg(long)]
+    pub(crate) no_peer_access: bool,
     /// The whole model, or its experts alone with uniform routing.
     #[arg(long, value_enum, default_value = "model")]
     pub(crate) part: PartArg,

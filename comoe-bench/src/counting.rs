@@ -1,5 +1,6 @@
 //! Counts which experts are used, from behind the cache.
 
+use std::any::Any;
 use std::borrow::Cow;
 use std::ops::Range;
 use std::sync::Arc;
@@ -85,6 +86,22 @@ impl Backend for Counting {
 
     fn finish(&mut self) -> Result<Tensor> {
         self.inner.finish()
+    }
+
+    fn begin_rows(&mut self, work: Work<'_>) -> Result<()> {
+        self.inner.begin_rows(work)
+    }
+
+    fn finish_rows(&mut self, assignments: &[u32]) -> Result<Tensor> {
+        self.inner.finish_rows(assignments)
+    }
+
+    fn accept(&mut self, assignments: &[u32], rows: &Tensor) -> Result<()> {
+        self.inner.accept(assignments, rows)
+    }
+
+    fn as_any(&mut self) -> Option<&mut dyn Any> {
+        self.inner.as_any()
     }
 
     fn synchronize(&mut self) -> Result<()> {

@@ -8,6 +8,7 @@ mod tier;
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
 use std::time::Instant;
 
 use candle_core::{DType, Device, Tensor};
@@ -16,8 +17,8 @@ use comoe_core::backend::cpu::CpuBackend;
 use comoe_core::backend::cuda::ResidentFormat;
 use comoe_core::store::{Checkpoint, Naming, RecordSource, TieredSource};
 use comoe_core::{
-    CacheOptions, Capacity, CudaOptions, DriverKind, ExpertCache, ExpertFormat, ExpertStore, PolicyKind,
-    Prefetch, PrefetchTrigger,
+    CacheOptions, Capacity, CudaOptions, DriverKind, ExpertCache, ExpertFormat, ExpertStore, PeerAccess,
+    PolicyKind, Prefetch, PrefetchTrigger,
 };
 use comoe_models::load::{ConfigFile, DenseWeights};
 use comoe_models::{Decoder, KvFormat, Rows, arch};
@@ -83,6 +84,10 @@ pub struct Decode {
     pub ram: Option<u64>,
     /// Takes down what runs when, on the CPU.
     pub timeline: Option<Arc<Timeline>>,
+    /// More devices that hold experts, each with as many slots.
+    pub also: Vec<Device>,
+    /// How GPUs hand things to each other.
+    pub peer_access: PeerAccess,
 }
 
 impl Decode {
@@ -106,6 +111,8 @@ impl Decode {
             ring: None,
             ram: None,
             timeline: None,
+            also: Vec::new(),
+            peer_access: PeerAccess::default(),
         }
     }
 }
@@ -254,16 +261,6 @@ impl Decode {
         let mut cuda = CudaOptions::default();
         cuda.resident = self.resident;
         let cuda = cuda.with_experts(experts);
-        let tier = self.tier(&store, device)?;
-        let (source, cuda) = match &tier {
-            Some(tier) => (tier.clone() as Arc<dyn RecordSource>, cuda.with_tier(tier.clone())),
-            None => (store.source(), cuda),
-        };
-        let backend = match &self.timeline {
-            Some(timeline) => timeline.backend(backend(device, timeline.source(source), cuda.clone())?),
-            None => backend(device, source, cuda.clone())?,
-        };
-        let (backend, uses) = Counting::new(backend, store.directory().len());
         let options = CacheOptions {
             capacity: self.slots_per_layer.map_or(Capacity::All, |n| {
                 // No fewer than one token uses in a layer.
@@ -277,6 +274,27 @@ impl Decode {
             top_k: shape.top_k,
             ..CacheOptions::default()
         };
+        if !self.also.is_empty() {
+            let devices: Vec<Device> = std::iter::once(device).chain(&self.also).cloned().collect();
+            let records = store.directory().len();
+            let cache = ExpertCache::builder(store, devices)
+                .cuda(cuda)
+                .options(options)
+                .peer_access(self.peer_access)
+                .build()?;
+            // Not counted: each device's backend sees its own experts alone.
+            return Ok((cache, (0..records).map(|_| AtomicU64::new(0)).collect(), None));
+        }
+        let tier = self.tier(&store, device)?;
+        let (source, cuda) = match &tier {
+            Some(tier) => (tier.clone() as Arc<dyn RecordSource>, cuda.with_tier(tier.clone())),
+            None => (store.source(), cuda),
+        };
+        let backend = match &self.timeline {
+            Some(timeline) => timeline.backend(backend(device, timeline.source(source), cuda.clone())?),
+            None => backend(device, source, cuda.clone())?,
+        };
+        let (backend, uses) = Counting::new(backend, store.directory().len());
         let cache = ExpertCache::builder(store, device)
             .backend(Box::new(backend))
             .cuda(cuda)

@@ -23,7 +23,7 @@ use comoe_bench::synth_model::write_model;
 use comoe_bench::timeline::{self, Timeline};
 use comoe_bench::tiny::{self, RunMemory};
 use comoe_bench::{Error, Result, formats, synth};
-use comoe_core::Prefetch;
+use comoe_core::{PeerAccess, Prefetch};
 
 use crate::args::{
     Args, Ask, DecodeArgs, FormatsArgs, MemoryArgs, PrefillArgs, ReadingArgs, SynthArgs, TransferArgs,
@@ -97,6 +97,8 @@ fn synth_store(args: &SynthArgs) -> Result<()> {
 
 fn decode_shape(args: &DecodeArgs) -> Result<()> {
     let device = args.model.device.open()?;
+    let also =
+        args.also.iter().map(|&n| comoe_core::cuda_device(n)).collect::<comoe_core::Result<Vec<_>>>()?;
     let shape = shape_of(&args.shape, args.model.layers)?;
     let say = |what: &str| eprintln!("{what}");
     if !device.is_cpu() {
@@ -155,6 +157,8 @@ fn decode_shape(args: &DecodeArgs) -> Result<()> {
             dense: Some(dense.clone()),
             ram: args.ram,
             timeline: timeline.clone(),
+            also: also.clone(),
+            peer_access: if args.no_peer_access { PeerAccess::Off } else { PeerAccess::Auto },
             ..Decode::new(shape.clone())
         };
         if stepped {

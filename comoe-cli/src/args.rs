@@ -183,7 +183,8 @@ pub(crate) struct ModelArgs {
     /// Folder of the model, a packed or GGUF file, or a name on the hub, ORG/NAME or ORG/NAME@REVISION, which is fetched
     /// when it is not here yet [default: comoe-tiny, which comes with CoMoE]
     pub(crate) model: Option<PathBuf>,
-    /// Where to compute: cpu, cuda, cuda:N, or auto, which takes the first GPU and else the CPU
+    /// Where to compute: cpu, cuda, cuda:N, or auto, which takes the first GPU and else the CPU; cuda:N,M spreads the
+    /// experts over several GPUs, of which the first has the rest of the model
     #[arg(long, value_name = "DEVICE", default_value = "auto", help_heading = "Device")]
     pub(crate) device: DeviceChoice,
     /// Numbers between the blocks of the model: f32 or bf16 [default: bf16 on a GPU, f32 on the CPU]
@@ -210,6 +211,9 @@ pub(crate) struct ModelArgs {
     /// Page-lock no experts: copies are slower, and memory stays with others
     #[arg(long, conflicts_with = "page_lock_limit", help_heading = "Device")]
     no_page_lock: bool,
+    /// Let several GPUs not use each other's memory: what they hand to each other goes through the host's
+    #[arg(long, help_heading = "Device")]
+    pub(crate) no_peer_access: bool,
     /// Decode on a GPU step by step, not as one CUDA graph: slower, with the same tokens, for looking at a problem
     #[arg(long, help_heading = "Device")]
     pub(crate) no_graph: bool,
@@ -220,12 +224,21 @@ pub(crate) struct ModelArgs {
     /// Tokens of context that a talk may grow to [default: the model's]
     #[arg(long, value_name = "N", value_parser = parse_positive, help_heading = "Experts and memory")]
     pub(crate) context_limit: Option<usize>,
-    /// Experts to keep in the pool, in all layers together
-    #[arg(long, value_name = "N", group = "room", help_heading = "Experts and memory")]
-    slots: Option<usize>,
-    /// Memory for the pool, such as 900K or 12G
-    #[arg(long, value_name = "SIZE", group = "room", value_parser = parse_size, help_heading = "Experts and memory")]
-    pool: Option<u64>,
+    /// Experts to keep in the pool, in all layers together; of several devices each has as many, or N,M,.. in their order
+    #[arg(
+        long,
+        value_name = "N",
+        value_delimiter = ',',
+        group = "room",
+        help_heading = "Experts and memory"
+    )]
+    slots: Vec<usize>,
+    /// Memory for the pool, such as 900K or 12G; of several devices each has as much, or SIZE,SIZE,.. in their order
+    #[arg(
+        long, value_name = "SIZE", value_delimiter = ',', group = "room", value_parser = parse_size,
+        help_heading = "Experts and memory"
+    )]
+    pool: Vec<u64>,
     /// Keep every expert in the pool [default of these: as many as fit --vram, the GPU's free memory, or half of the memory
     /// available to the CPU]
     #[arg(long, group = "room", help_heading = "Experts and memory")]
@@ -286,14 +299,11 @@ pub(crate) struct ModelArgs {
 }
 
 impl ModelArgs {
-    /// The room asked for; `None` leaves the choice to the program.
-    pub(crate) fn capacity(&self) -> Option<Capacity> {
-        match (self.slots, self.pool) {
-            (Some(slots), _) => Some(Capacity::Slots(slots)),
-            (_, Some(bytes)) => Some(Capacity::Bytes(bytes)),
-            _ if self.resident => Some(Capacity::All),
-            _ => None,
-        }
+    /// The room asked for, by device where it is not the same on all; none leaves the choice to the program.
+    pub(crate) fn capacities(&self) -> Vec<Capacity> {
+        let slots = self.slots.iter().map(|&n| Capacity::Slots(n));
+        let pools = self.pool.iter().map(|&bytes| Capacity::Bytes(bytes));
+        slots.chain(pools).chain(self.resident.then_some(Capacity::All)).collect()
     }
 
     /// Most bytes to page-lock; `None` sets no limit.
@@ -436,11 +446,13 @@ mod tests {
 
     #[test]
     fn room_is_asked_for_in_one_way() {
-        let room = |args: &[&str]| generate(args).map(|g| g.model.capacity());
-        assert_eq!(room(&[]).unwrap(), None);
-        assert_eq!(room(&["--slots", "9"]).unwrap(), Some(Capacity::Slots(9)));
-        assert_eq!(room(&["--pool", "900K"]).unwrap(), Some(Capacity::Bytes(900 << 10)));
-        assert_eq!(room(&["--resident"]).unwrap(), Some(Capacity::All));
+        let room = |args: &[&str]| generate(args).map(|g| g.model.capacities());
+        assert_eq!(room(&[]).unwrap(), []);
+        assert_eq!(room(&["--slots", "9"]).unwrap(), [Capacity::Slots(9)]);
+        assert_eq!(room(&["--pool", "900K"]).unwrap(), [Capacity::Bytes(900 << 10)]);
+        assert_eq!(room(&["--pool", "8G,4G"]).unwrap(), [8 << 30, 4 << 30].map(Capacity::Bytes));
+        assert_eq!(room(&["--slots=9,3,1"]).unwrap(), [9, 3, 1].map(Capacity::Slots));
+        assert_eq!(room(&["--resident"]).unwrap(), [Capacity::All]);
         assert_eq!(generate(&["--pool=1G", "--ring=256M"]).unwrap().model.ring, Some(256 << 20));
         assert_eq!(generate(&["--pool=1G", "--ram=2G"]).unwrap().model.ram, Some(2 << 30));
         for two in [["--slots=9", "--resident"], ["--slots=9", "--pool=1G"], ["--pool=1G", "--resident"]] {
@@ -452,7 +464,7 @@ mod tests {
     fn a_device_and_what_is_in_force_on_it() {
         let parsed = |args: &[&str]| generate(args).map(|g| g.model);
         let m = parsed(&[]).unwrap();
-        assert_eq!((m.device, m.compute, m.resident_format), (DeviceChoice::Auto, None, None));
+        assert_eq!((&m.device, m.compute, m.resident_format), (&DeviceChoice::Auto, None, None));
         assert_eq!((m.page_lock_limit(), m.check, m.no_graph), (None, None, false));
         assert!(parsed(&["--no-graph"]).unwrap().no_graph);
         assert_eq!(m.dense_format, DenseFormat::Plain);
@@ -460,7 +472,7 @@ mod tests {
         assert_eq!(m.kv_format, KvFormat::Plain);
         assert_eq!(parsed(&["--kv-format=int8"]).unwrap().kv_format, KvFormat::Int8);
         let m = parsed(&["--device=cuda:1", "--compute=f32", "--resident-format=bf16", "--check=7"]).unwrap();
-        assert_eq!((m.device, m.compute), (DeviceChoice::Cuda(1), Some(DType::F32)));
+        assert_eq!((&m.device, m.compute), (&DeviceChoice::Cuda(1), Some(DType::F32)));
         assert_eq!((m.resident_format, m.check), (Some(ResidentFormat::Bf16), Some(7)));
         assert_eq!(parsed(&["--page-lock-limit=2G"]).unwrap().page_lock_limit(), Some(2 << 30));
         assert_eq!(parsed(&["--no-page-lock"]).unwrap().page_lock_limit(), Some(0));

@@ -2,7 +2,7 @@
 
 use std::fmt::Write;
 
-use comoe_core::backend::cuda::measure::{GpuReport, gpu_report};
+use comoe_core::backend::cuda::measure::{GpuReport, PeerLink, gpu_report, peer_link};
 use comoe_core::machine::HostReport;
 use comoe_core::stats::human_bytes;
 use serde::Serialize;
@@ -23,6 +23,8 @@ struct Report {
     host: HostReport,
     cuda: Cuda,
     gpus: Vec<Gpu>,
+    /// Between GPUs, pair by pair.
+    links: Vec<Between>,
     /// Of the host; each GPU has its own.
     advice: Vec<String>,
 }
@@ -41,6 +43,33 @@ struct Cuda {
 enum Gpu {
     Measured(Box<GpuReport>),
     Failed { ordinal: usize, error: String },
+}
+
+#[derive(Debug, Serialize)]
+#[serde(untagged)]
+enum Between {
+    Measured(PeerLink),
+    Failed { first: usize, second: usize, error: String },
+}
+
+impl Between {
+    fn line(&self) -> (String, String) {
+        let (first, second, text) = match self {
+            Self::Failed { first, second, error } => (first, second, error.clone()),
+            Self::Measured(link) => {
+                let peer = match link.peer {
+                    Some(rate) => format!("peer access, {rate:.1} GB/s"),
+                    None => "no peer access".to_owned(),
+                };
+                let text = format!(
+                    "{peer}; {:.1} GB/s through page-locked memory; both are fed from it at {:.1} GB/s together",
+                    link.host, link.both_from_host
+                );
+                (&link.first, &link.second, text)
+            }
+        };
+        (format!("cuda:{first},{second}"), text)
+    }
 }
 
 /// Measures the machine and prints what was found.
@@ -66,13 +95,23 @@ pub(crate) fn run(args: &DoctorArgs) -> Result<()> {
             Err(e) => Gpu::Failed { ordinal, error: Error::from(e).line() },
         }
     });
-    let gpus = measured.collect();
+    let gpus: Vec<Gpu> = measured.collect();
+    let pairs = (0..count).flat_map(|first| (first + 1..count).map(move |second| (first, second)));
+    let links = pairs.map(|(first, second)| {
+        telling(&format!("cuda:{first} to cuda:{second}"));
+        match peer_link(first, second) {
+            Ok(link) => Between::Measured(link),
+            Err(e) => Between::Failed { first, second, error: Error::from(e).line() },
+        }
+    });
+    let links = links.collect();
     let report = Report {
         version: env!("CARGO_PKG_VERSION"),
         advice: advice(&host),
         host,
         cuda: Cuda { built: cfg!(feature = "cuda"), missing },
         gpus,
+        links,
     };
     let mut out = Answers::new();
     out.piece(&match args.json {
@@ -135,6 +174,10 @@ impl Report {
                 }
                 Gpu::Failed { ordinal, error } => t.line(&format!("cuda:{ordinal}"), error),
             }
+        }
+        for link in &self.links {
+            let (name, text) = link.line();
+            t.line(&name, &text);
         }
         if advice.is_empty() {
             t.line("advice", "nothing looks slow");
@@ -270,6 +313,7 @@ mod tests {
             host: host(),
             cuda: Cuda { built: true, missing: missing.map(str::to_owned) },
             gpus,
+            links: Vec::new(),
         }
     }
 
@@ -289,6 +333,32 @@ mod tests {
             "1.0 GiB of 1.0 GiB tried were granted",
             "int4-g64 x 5: ok (2e-7)",
             "advice     - the link is narrow",
+        ] {
+            assert!(table.contains(part), "{part:?} is not in\n{table}");
+        }
+    }
+
+    #[test]
+    fn links_between_gpus_are_told_pair_by_pair() {
+        let link = PeerLink {
+            first: 0,
+            second: 1,
+            peer_access: true,
+            peer: Some(372.0),
+            host: 27.5,
+            both_from_host: 110.0,
+        };
+        let links = vec![
+            Between::Measured(link),
+            Between::Measured(PeerLink { second: 2, peer_access: false, peer: None, ..link }),
+            Between::Failed { first: 1, second: 2, error: "out of memory".to_owned() },
+        ];
+        let table = Report { links, ..report(Vec::new(), None) }.table();
+        for part in [
+            "cuda:0,1   peer access, 372.0 GB/s; 27.5 GB/s through page-locked memory",
+            "cuda:0,2   no peer access; 27.5",
+            "fed from it at 110.0 GB/s together",
+            "cuda:1,2   out of memory",
         ] {
             assert!(table.contains(part), "{part:?} is not in\n{table}");
         }

@@ -41,9 +41,9 @@ macro_rules! functions {
 }
 
 functions! {
-    cuCtxDestroy_v2 cuCtxGetCurrent cuCtxGetStreamPriorityRange cuCtxSetCurrent cuCtxSynchronize cuDeviceGet
+    cuCtxDestroy_v2 cuCtxEnablePeerAccess cuCtxGetCurrent cuCtxGetStreamPriorityRange cuCtxSetCurrent cuCtxSynchronize cuDeviceGet
     cuDeviceGetAttribute cuDeviceGetCount cuDeviceGetDefaultMemPool cuDeviceGetName cuDeviceGetPCIBusId
-    cuDevicePrimaryCtxRelease_v2 cuDevicePrimaryCtxRetain cuDriverGetVersion cuEventCreate cuEventDestroy_v2
+    cuDeviceCanAccessPeer cuDevicePrimaryCtxRelease_v2 cuDevicePrimaryCtxRetain cuDriverGetVersion cuEventCreate cuEventDestroy_v2
     cuEventElapsedTime_v2 cuEventQuery cuEventRecord cuEventRecordWithFlags cuEventSynchronize
     cuFuncSetAttribute cuGetErrorName cuGetErrorString cuGetProcAddress_v2 cuGraphDestroy cuGraphExecDestroy
     cuGraphGetNodes cuGraphInstantiateWithFlags cuGraphLaunch cuGraphUpload cuInit cuLaunchHostFunc

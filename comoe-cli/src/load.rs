@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use candle_core::{DType, Device};
 use comoe_core::machine::ram_available;
 use comoe_core::stats::human_bytes;
-use comoe_core::{CacheOptions, Capacity, CudaOptions};
+use comoe_core::{CacheOptions, Capacity, CudaOptions, PeerAccess};
 use comoe_models::{Decoder, DenseFormat, KvFormat, LoadOptions, Model, Progress};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
@@ -78,11 +78,17 @@ fn load_with<M: AsRef<Decoder>>(
     if args.format != Format::Source {
         say_where();
     }
-    let opened = device::open(args.device)?;
+    let opened = device::open(&args.device)?;
     let on_gpu = opened.device.is_cuda();
     let bar = Bar::new();
     let locking = bar.clone();
     let mut options = options(args, on_gpu);
+    options.more_devices = opened.more.clone();
+    if let (false, Capacity::Bytes(bytes), true) =
+        (on_gpu, options.cache.capacity, options.capacities.is_empty())
+    {
+        options.cache.capacity = Capacity::Bytes(bytes / (1 + opened.more.len()) as u64);
+    }
     options.cuda.progress = Some(Arc::new(move |done, total| locking.page_locking(done, total)));
     options.cache_dir = cache.path.clone();
     let pins = Pins::find(args.pin.as_deref(), &folder)?;
@@ -105,7 +111,11 @@ fn load_with<M: AsRef<Decoder>>(
     if args.format == Format::Source && converted.into_inner() {
         say_where();
     }
-    let mut notes: Vec<String> = opened.note.into_iter().collect();
+    let mut notes = opened.notes;
+    if options.capacities.len() > 1 + opened.more.len() {
+        let (given, used) = (options.capacities.len(), 1 + opened.more.len());
+        notes.push(format!("room is given for {given} devices, and {used} used: the first count"));
+    }
     if !on_gpu && (args.resident_format.is_some() || args.page_lock_limit().is_some()) {
         notes.push(
             "--resident-format, --page-lock-limit and --no-page-lock change nothing on the CPU".to_owned(),
@@ -131,7 +141,7 @@ pub(crate) fn options(args: &ModelArgs, on_gpu: bool) -> LoadOptions {
         context: args.context,
         most_context: args.context_limit,
         cache: CacheOptions {
-            capacity: args.capacity().unwrap_or_else(|| {
+            capacity: args.capacities().first().copied().unwrap_or_else(|| {
                 match on_gpu || args.vram.is_some() || args.ram.is_some() {
                     true => Capacity::Fit,
                     false => share_of(ram_available()),
@@ -152,6 +162,9 @@ pub(crate) fn options(args: &ModelArgs, on_gpu: bool) -> LoadOptions {
         },
         cache_dir: None,
         cuda,
+        more_devices: Vec::new(),
+        capacities: args.capacities(),
+        peer_access: if args.no_peer_access { PeerAccess::Off } else { PeerAccess::Auto },
     }
 }
 

@@ -101,7 +101,7 @@ struct Ram {
 }
 
 pub(crate) fn run(args: &PlanArgs) -> Result<()> {
-    let on_gpu = args.model.device != DeviceChoice::Cpu;
+    let on_gpu = !matches!(args.model.device, DeviceChoice::Cpu | DeviceChoice::Pools(_));
     let room = room(args, on_gpu)?;
     let model = Planned::find(args.model.model.as_deref(), args.quiet)?;
     let name = match &model {
@@ -130,8 +130,9 @@ pub(crate) fn run(args: &PlanArgs) -> Result<()> {
 fn room(args: &PlanArgs, on_gpu: bool) -> Result<Room> {
     let room =
         |device: String, free| Room { device, free, budget: args.model.vram, reserve: 0, on_device: on_gpu };
-    let ordinal = match args.model.device {
-        DeviceChoice::Cpu => {
+    // Of several devices the first has what is not experts.
+    let ordinal = match &args.model.device {
+        DeviceChoice::Cpu | DeviceChoice::Pools(_) => {
             let free = if args.model.vram.is_some() {
                 u64::MAX
             } else {
@@ -139,7 +140,8 @@ fn room(args: &PlanArgs, on_gpu: bool) -> Result<Room> {
             };
             return Ok(room("this machine".to_owned(), free));
         }
-        DeviceChoice::Cuda(ordinal) => ordinal,
+        DeviceChoice::Cuda(ordinal) => *ordinal,
+        DeviceChoice::Several(ordinals) => ordinals[0],
         DeviceChoice::Auto => 0,
     };
     if args.model.vram.is_some() {

@@ -85,6 +85,20 @@ struct Cache {
     /// GB/s of transfers while they ran; absent before the first, or where their time is not known.
     #[serde(skip_serializing_if = "Option::is_none")]
     link_gb_s: Option<f64>,
+    /// Absent where there is one.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    devices: Vec<OnDevice>,
+}
+
+/// What one of several devices has of the experts.
+#[derive(Debug, Serialize)]
+struct OnDevice {
+    device: String,
+    slots: usize,
+    experts: usize,
+    accesses: u64,
+    hits: u64,
+    bytes_moved: u64,
 }
 
 /// Where experts were when they were needed, in numbers of them.
@@ -200,6 +214,18 @@ impl Cache {
             stalled_s: stats.time.stalled.as_secs_f64(),
             tiers: Tiers::of(stats),
             link_gb_s: stats.bandwidth(),
+            devices: stats
+                .devices
+                .iter()
+                .map(|d| OnDevice {
+                    device: d.device.clone(),
+                    slots: d.slots,
+                    experts: d.records,
+                    accesses: d.accesses,
+                    hits: d.hits,
+                    bytes_moved: d.bytes_moved,
+                })
+                .collect(),
         }
     }
 }

@@ -6,3 +6,4 @@
 #include "one_token.cu"
 #include "one_token_int4.cu"
 #include "resolve.cu"
+#include "peers.cu"

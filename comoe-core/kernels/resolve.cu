@@ -7,14 +7,20 @@
 // As src/backend/cuda/resolve.rs counts them.
 constexpr uint32_t kMostAssignments = 1024, kMostSlots = 1024, kNone = 0xffffffffu, kKept = 0x80000000u;
 
-enum FaultKind : uint32_t { FAULT_NONE = 0, FAULT_BAD_WEIGHT = 1, FAULT_UNKNOWN_EXPERT = 2, FAULT_MISSING = 3 };
+enum FaultKind : uint32_t {
+    FAULT_NONE = 0,
+    FAULT_BAD_WEIGHT = 1,
+    FAULT_UNKNOWN_EXPERT = 2,
+    FAULT_MISSING = 3,
+    FAULT_LATE = 4,
+};
 
 // Why the first step that could not be served was not.
 struct Fault {
     uint32_t kind;
     uint32_t layer;
     uint32_t token;
-    uint32_t value;  // bits of the weight, the id, or how many records are missing
+    uint32_t value;  // bits of the weight, the id, how many records are missing, or which device is late
 };
 
 // Which steps of the token under way are done. The host sets `again` before a token is run again.
@@ -46,6 +52,7 @@ struct Partition {
 struct Resolve {
     const uint32_t* ids;     // [assignments]
     const float* weights;    // [assignments]
+    const uint32_t* numbers; // [all] number of each of the layer's experts on this device, or kNone: another owns it; null: all are here
     uint32_t* slot_of;       // [records] slot of a record, or kNone
     const uint64_t* address; // [records] where kernels read a record in page-locked memory; 0: only the host can
     uint32_t* owner;         // [slots of the pool] record in a slot, with kKept if it stays for good; or kNone
@@ -69,14 +76,14 @@ struct Resolve {
     double half_life;        // of a count, in accesses
     uint32_t assignments;
     uint32_t top_k;
-    uint32_t experts;
+    uint32_t experts;        // of this layer, on this device
     uint32_t first_record;   // of this layer
     uint32_t layer;          // ordinal
     uint32_t weight_on_input;
     uint32_t ordinal;        // of the step in its token
-    uint32_t unused;
+    uint32_t all;            // experts of this layer, on all devices
 };
-static_assert(sizeof(Resolve) == 216 && sizeof(Fault) == 16 && sizeof(Counters) == 32, "mirrored structs");
+static_assert(sizeof(Resolve) == 224 && sizeof(Fault) == 16 && sizeof(Counters) == 32, "mirrored structs");
 static_assert(sizeof(Progress) == 8 && sizeof(Missing) == 8 && sizeof(Partition) == 16, "mirrored structs");
 
 template <int N>
@@ -111,8 +118,17 @@ __device__ __forceinline__ uint64_t raised(uint64_t score, uint64_t tick, double
     return uint64_t(__double_as_longlong(sum));
 }
 
+__device__ __forceinline__ void tell_host(const Resolve& r, const Fault& fault) {
+    *r.fault = fault;
+    r.host->layer = fault.layer;
+    r.host->token = fault.token;
+    r.host->value = fault.value;
+    __threadfence_system();
+    r.host->kind = fault.kind;
+}
+
 // One block of at least as many threads as assignments: thread t has assignment t.
-extern "C" __global__ void __launch_bounds__(1024) resolve(const Resolve r) {
+__device__ __forceinline__ void resolve_block(const Resolve& r) {
     __shared__ uint32_t ids[kMostAssignments], first[kMostAssignments], victims[kMostAssignments];
     __shared__ uint64_t stamps[kMostSlots];
     __shared__ uint32_t owners[kMostSlots], slots[kMostSlots];
@@ -122,28 +138,22 @@ extern "C" __global__ void __launch_bounds__(1024) resolve(const Resolve r) {
     let_dependents_start();
     wait_for_previous();
     const uint32_t t = threadIdx.x, n = r.assignments;
-    const bool mine = t < n, has_item = t < min(n, r.experts);
-    const uint32_t id = mine ? r.ids[t] : 0;
-    const float weight = mine ? r.weights[t] : 0.f;
+    const bool given = t < n, has_item = t < min(n, r.experts);
+    const uint32_t asked = given ? r.ids[t] : 0;
+    const uint32_t id = r.numbers && asked < r.all ? r.numbers[asked] : asked;
+    const bool mine = given && id != kNone;
+    const float weight = given ? r.weights[t] : 0.f;
     const bool stopped = r.fault->kind != FAULT_NONE;
     const Partition partition = *r.partition;
     const uint64_t now = partition.clock;
     const Progress progress = *r.progress;
     if (t == 0) bad = kNone;
-    if (mine) ids[t] = id;
+    if (given) ids[t] = id;
     __syncthreads();
 
-    auto tell_host = [&](const Fault& fault) {
-        *r.fault = fault;
-        r.host->layer = fault.layer;
-        r.host->token = fault.token;
-        r.host->value = fault.value;
-        __threadfence_system();
-        r.host->kind = fault.kind;
-    };
     // Nothing is computed, and nobody can take the result for one: NaN.
     auto stop = [&] {
-        if (mine) r.factors[t] = __int_as_float(0x7fffffff);
+        if (given) r.factors[t] = __int_as_float(0x7fffffff);
         if (has_item) {
             r.items[t] = Item{0, 0, 0, 0};
             if (r.fills) r.fills[t] = Item{0, 0, 0, 0};
@@ -151,9 +161,9 @@ extern "C" __global__ void __launch_bounds__(1024) resolve(const Resolve r) {
     };
 
     // The host driver looks at weights first, too.
-    if (mine && !isfinite(weight)) {
+    if (given && !isfinite(weight)) {
         atomicMin(&bad, t);
-    } else if (mine && id >= r.experts) {
+    } else if (given && asked >= r.all) {
         atomicMin(&bad, n + t);
     }
     __syncthreads();
@@ -161,8 +171,8 @@ extern "C" __global__ void __launch_bounds__(1024) resolve(const Resolve r) {
         stop();
         if (!stopped && t == 0) {
             const uint32_t at = bad < n ? bad : bad - n;
-            tell_host(Fault{bad < n ? FAULT_BAD_WEIGHT : FAULT_UNKNOWN_EXPERT, r.layer, at / r.top_k,
-                            bad < n ? __float_as_uint(r.weights[at]) : ids[at]});
+            tell_host(r, Fault{bad < n ? FAULT_BAD_WEIGHT : FAULT_UNKNOWN_EXPERT, r.layer, at / r.top_k,
+                               bad < n ? __float_as_uint(r.weights[at]) : r.ids[at]});
         }
         return;
     }
@@ -182,8 +192,8 @@ extern "C" __global__ void __launch_bounds__(1024) resolve(const Resolve r) {
     const uint32_t where = leads ? r.slot_of[record] : kNone;
     const uint64_t address = leads ? r.address[record] : 0;
     const uint64_t score = leads && r.score ? r.score[record] : 0;
-    if (mine) {
-        first[t] = leader;
+    if (given) {
+        first[t] = mine ? leader : kNone;
         missing[t] = leads && where == kNone;
     }
     const uint32_t unique = __syncthreads_count(leads);
@@ -281,13 +291,13 @@ extern "C" __global__ void __launch_bounds__(1024) resolve(const Resolve r) {
     if (needs_host) {
         __syncthreads();  // fills are cleared, and the host is told, after all of the above
         stop();
-        if (t == 0) tell_host(Fault{FAULT_MISSING, r.layer, 0, misses});
+        if (t == 0) tell_host(r, Fault{FAULT_MISSING, r.layer, 0, misses});
         return;
     }
-    if (mine) {
-        r.list[begin + inside] = t;
-        r.factors[t] = r.weight_on_input ? 1.f : weight;
-    }
+    if (mine) r.list[begin + inside] = t;
+    if (given) r.factors[t] = r.weight_on_input ? 1.f : weight;
     if (t >= unique && has_item) r.items[t] = Item{0, 0, 0, 0};
     if (r.fills && t >= misses && has_item) r.fills[t] = Item{0, 0, 0, 0};
 }
+
+extern "C" __global__ void __launch_bounds__(1024) resolve(const Resolve r) { resolve_block(r); }

@@ -1,7 +1,10 @@
 //! The one door: [`ExpertCache`] for experts, [`RecordCache`] for any other keyed bytes.
 
 mod builder;
+mod devices;
 mod elastic;
+mod fleet;
+mod fleet_builder;
 mod options;
 mod ram;
 mod token;
@@ -12,7 +15,9 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use candle_core::{DType, Device, Tensor};
 
 pub use builder::CacheBuilder;
+pub use devices::Devices;
 pub use elastic::SlotsInForce;
+use fleet::{Fleet, SharedStep};
 pub use options::{CacheOptions, Capacity, Scope};
 pub use token::{Token, TokenOutcome};
 
@@ -20,17 +25,21 @@ use crate::backend::{Backend, BackendInfo, BackendMemory, DeviceStep, DriverKind
 use crate::error::{Error, Result};
 use crate::expert::{ExpertId, ExpertLayout, ExpertSpec};
 use crate::format::ExpertFormat;
+use crate::placement::Placement;
 use crate::policy::PolicyKind;
 use crate::pool::Pool;
 use crate::predict::Correlation;
-use crate::schedule::{Engine, Need, Step};
+use crate::schedule::{Engine, Finish, Need, Step, covers};
 use crate::stats::CacheStats;
 use crate::store::{Directory, ExpertStore, RecordIndex, RecordSource, TieredSource};
 use crate::trace::{Routed, RoutingObserver};
 
 /// What both caches share.
 struct Core {
+    /// Of the only device, or of the first of several.
     engine: Mutex<Engine>,
+    /// The other devices, where there are several.
+    fleet: Option<Fleet>,
     directory: Arc<Directory>,
     /// What slots are compared with.
     source: Arc<dyn RecordSource>,
@@ -104,24 +113,30 @@ impl Core {
         Ok(needs)
     }
 
-    fn stats(&self) -> CacheStats {
-        let tier = self.tier.as_ref().map(|tier| tier.stats());
-        CacheStats { tier, ..self.engine().stats() }
-    }
-
     fn reset_stats(&self) {
-        self.engine().reset_stats();
+        self.each_engine(|engine, _| engine.reset_stats());
         if let Some(tier) = &self.tier {
             tier.reset_stats();
         }
     }
 
+    /// Runs a step of a cache on one device.
+    fn step(&self, step: Step<'_>) -> Result<Tensor> {
+        self.engine().step(step)?.ok_or_else(fleet::no_result)
+    }
+
     fn check(&self) -> Result<usize> {
-        self.engine().check_slots(&|record, out| self.source.read(record, out))
+        let checked =
+            self.each_engine(|engine, source| engine.check_slots(&|record, out| source.read(record, out)));
+        checked.into_iter().sum()
     }
 
     fn check_sample(&self, most: usize) -> Result<usize> {
-        self.engine().check_sample(most, &|record, out| self.source.read(record, out))
+        let engines = 1 + self.fleet.as_ref().map_or(0, |fleet| fleet.others().engines.len());
+        let checked = self.each_engine(|engine, source| {
+            engine.check_sample(most.div_ceil(engines), &|record, out| source.read(record, out))
+        });
+        checked.into_iter().sum()
     }
 }
 
@@ -137,7 +152,7 @@ macro_rules! shared_methods {
             self.core.reset_stats();
         }
 
-        /// The device, and what is in force on it.
+        /// The device, and what is in force on it; of several devices all in one.
         pub fn backend_info(&self) -> &BackendInfo {
             &self.core.info
         }
@@ -186,7 +201,7 @@ macro_rules! shared_methods {
             self.core.check_sample(most)
         }
 
-        /// Runs `f` on the backend while nobody else uses it. For tests that look into slots or damage them.
+        /// Runs `f` on the backend, of several that of the first device, while nobody else uses it. For tests that look into slots or damage them.
         #[doc(hidden)]
         pub fn with_backend<R>(&self, f: impl FnOnce(&mut dyn Backend, &Pool) -> R) -> R {
             let mut engine = self.core.engine();
@@ -207,9 +222,15 @@ pub struct ExpertCache {
 }
 
 impl ExpertCache {
-    /// Starts building a cache of `store`'s experts on `device`.
-    pub fn builder(store: ExpertStore, device: &Device) -> CacheBuilder<ExpertStore> {
-        CacheBuilder::new(store, device)
+    /// Starts building a cache of `store`'s experts on one device (`&device`), or over several (`&[first, second]`), of
+    /// which the first is the one that layer steps are called on.
+    pub fn builder(store: ExpertStore, devices: impl Into<Devices>) -> CacheBuilder<ExpertStore> {
+        CacheBuilder::new(store, devices.into())
+    }
+
+    /// Which device owns which expert, where there are several.
+    pub fn placement(&self) -> Option<&Placement> {
+        self.core.fleet.as_ref().map(|fleet| &fleet.placement)
     }
 
     /// The experts of the model's layer `layer`. A layer without experts is reported by the call that uses it.
@@ -233,12 +254,16 @@ impl ExpertCache {
     /// How often each record was asked for since the cache was built, whoever drove the steps, by record number. Where the
     /// device drives steps, waits for those so far.
     pub fn uses(&self) -> Vec<u64> {
-        self.core.engine().uses()
+        self.core.uses()
     }
 
     /// Tokens that the prefetch in force has learned its table from; `None` where it learns none.
     pub fn predictor_table(&self) -> Option<u64> {
-        self.core.engine().predictor_table().map(|t| t.tokens())
+        match self.core.fleet {
+            None => self.core.engine().predictor_table().map(|t| t.tokens()),
+            // Each device learns of its own experts alone.
+            Some(_) => None,
+        }
     }
 
     /// Keeps what the prefetch in force has learned in the file at `path`, for [`Self::load_predictor_table`] in a later
@@ -248,7 +273,7 @@ impl ExpertCache {
     /// [`Error::Io`]; [`Error::BadArgument`] where nothing is learned.
     pub fn save_predictor_table(&self, path: &Path, model: &str) -> Result<()> {
         let mut engine = self.core.engine();
-        table_of(&mut engine)?.save(path, model, &self.core.directory)
+        table_of(&self.core, &mut engine)?.save(path, model, &self.core.directory)
     }
 
     /// Takes over what an earlier run of the same `model` has learned.
@@ -258,7 +283,7 @@ impl ExpertCache {
     /// [`Error::BadArgument`] where nothing is learned.
     pub fn load_predictor_table(&self, path: &Path, model: &str) -> Result<()> {
         let mut engine = self.core.engine();
-        table_of(&mut engine)?.load(path, model, &self.core.directory)
+        table_of(&self.core, &mut engine)?.load(path, model, &self.core.directory)
     }
 
     /// Waits for the device-driven steps so far, and reports what was wrong with their routing. Without such steps it
@@ -267,15 +292,22 @@ impl ExpertCache {
     /// # Errors
     /// As [`CacheLayer::forward`].
     pub fn flush(&self) -> Result<()> {
-        self.core.engine().report_fault(true)
+        self.core.report_faults(true)
     }
 
     shared_methods!();
 }
 
-fn table_of(engine: &mut Engine) -> Result<&mut Correlation> {
-    let reason = "this cache learns none: nothing is prefetched, or not by a table".to_owned();
-    engine.predictor_table().ok_or(Error::BadArgument { what: "predictor table", reason })
+fn table_of<'e>(core: &Core, engine: &'e mut Engine) -> Result<&'e mut Correlation> {
+    let reason = match core.fleet {
+        None => "this cache learns none: nothing is prefetched, or not by a table",
+        Some(_) => "each of several devices learns one of its own, and none is kept",
+    };
+    let reason = reason.to_owned();
+    engine
+        .predictor_table()
+        .filter(|_| core.fleet.is_none())
+        .ok_or(Error::BadArgument { what: "predictor table", reason })
 }
 
 /// One layer of an [`ExpertCache`]: everything after top-k.
@@ -360,23 +392,21 @@ impl<'a> CacheLayer<'a> {
         if tokens == 0 {
             return Ok(x.clone());
         }
+        let layout = &self.cache.layouts[ordinal];
         let mut engine = core.engine();
         if !core.is_observed() && engine.device_serves(tokens, top_k) {
             let on_device = |t: &Tensor, dtype| t.to_device(&core.device)?.to_dtype(dtype)?.contiguous();
             let (ids, weights) = (on_device(ids, DType::U32)?, on_device(weights, DType::F32)?);
-            let layout = &self.cache.layouts[ordinal];
-            return engine.device_step(DeviceStep {
-                layer: ordinal,
-                spec,
-                layout,
-                x,
-                ids: &ids,
-                weights: &weights,
-                ordinal: 0,
-                room,
-            });
+            let (ids, weights) = (&ids, &weights);
+            let step = DeviceStep { layer: ordinal, spec, layout, x, ids, weights, ordinal: 0, room };
+            let Some(fleet) = &core.fleet else { return engine.device_step(step) };
+            drop(engine);
+            return fleet.device_step(core, step);
         }
         drop(engine);
+        if let Some(fleet) = &core.fleet {
+            fleet.settle(core)?;
+        }
         let choices = ids.to_dtype(DType::U32)?.flatten_all()?.to_vec1::<u32>()?;
         let weights = weights.to_dtype(DType::F32)?.flatten_all()?.to_vec1::<f32>()?;
         if let Some(at) = weights.iter().position(|w| !w.is_finite()) {
@@ -385,8 +415,22 @@ impl<'a> CacheLayer<'a> {
         let needs = core.needs(ordinal, &choices)?;
         let guess = core.guess(ordinal, self.guess)?;
         core.observed(&Routed { layer: ordinal, top_k, choices: &choices, weights: Some(&weights), guess });
-        let work = Work::Ffn { spec, layout: &self.cache.layouts[ordinal], x, weights: &weights, top_k };
-        core.engine().step(Step { layer: ordinal, needs, choices: &choices, top_k, guess, work })
+        let (choices, weights) = (&choices[..], &weights[..]);
+        if let Some(fleet) = &core.fleet {
+            let step = SharedStep { layer: ordinal, spec, layout, x, choices, weights, top_k, guess };
+            return fleet.step(core, needs, &step);
+        }
+        let work = Work::Ffn { spec, layout, x, weights, top_k };
+        core.step(Step {
+            layer: ordinal,
+            covers: covers(needs.len(), core.directory.layers()[ordinal].experts),
+            needs,
+            choices,
+            top_k,
+            guess,
+            work,
+            finish: Finish::Result(&[]),
+        })
     }
 }
 
@@ -398,7 +442,7 @@ pub struct RecordCache {
 impl RecordCache {
     /// Starts building a cache of `source`'s records on `device`.
     pub fn builder(source: Arc<dyn RecordSource>, device: &Device) -> CacheBuilder<Arc<dyn RecordSource>> {
-        CacheBuilder::new(source, device)
+        CacheBuilder::new(source, device.into())
     }
 
     /// The records `indices` of layer `layer`, in order and with repeats, read as `[indices, ..shape]` of `dtype`. A
@@ -422,13 +466,15 @@ impl RecordCache {
         }
         let needs = core.needs(ordinal, indices)?;
         let work = Work::Gather { assignments: indices.len(), dtype, shape };
-        core.engine().step(Step {
+        core.step(Step {
             layer: ordinal,
+            covers: covers(needs.len(), core.directory.layers()[ordinal].experts),
             needs,
             choices: indices,
             top_k: indices.len(),
             guess: &[],
             work,
+            finish: Finish::Result(&[]),
         })
     }
 

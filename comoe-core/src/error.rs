@@ -352,6 +352,19 @@ pub enum Error {
         reason: String,
     },
 
+    /// One of several devices did not finish its part of a step in time.
+    #[error(
+        "{device} has not finished its part of a step within {:.1} s: another program may hold it, or it stopped working \
+         (see `nvidia-smi`); leave it out, or give a longer deadline",
+        deadline.as_secs_f64()
+    )]
+    DeviceLate {
+        /// The device that was waited for.
+        device: String,
+        /// How long it was waited for.
+        deadline: std::time::Duration,
+    },
+
     /// The slots do not fit beside what else must be in the device's memory.
     #[error(
         "{device}: {slots} slots for experts need {}, but only {} of memory are free, and {} of it are kept for the rest \

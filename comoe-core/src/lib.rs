@@ -53,6 +53,7 @@ pub mod expert;
 pub mod format;
 mod framed;
 pub mod machine;
+pub mod placement;
 pub mod plan;
 pub mod policy;
 pub mod pool;
@@ -68,13 +69,13 @@ pub mod store;
 mod sys;
 pub mod trace;
 
-pub use backend::DriverKind;
 pub use backend::cuda::{
     CudaOptions, ResidentFormat, cuda_device, cuda_device_count, cuda_give_back, cuda_memory, cuda_pool,
 };
+pub use backend::{DriverKind, PeerAccess};
 pub use cache::{
-    CacheBuilder, CacheLayer, CacheOptions, Capacity, ExpertCache, RecordCache, Scope, SlotsInForce, Token,
-    TokenOutcome,
+    CacheBuilder, CacheLayer, CacheOptions, Capacity, Devices, ExpertCache, RecordCache, Scope, SlotsInForce,
+    Token, TokenOutcome,
 };
 pub use error::{Error, Result};
 pub use expert::{Activation, ExpertId, ExpertLayout, ExpertSpec, WeightOn};

@@ -28,6 +28,7 @@ pub(crate) use prefetch::PrefetchEngine;
 pub use prefetch::PrefetchTrigger;
 use prefetch::Seen;
 pub use resize::SlotsInForce;
+pub(crate) use stream::covers;
 
 use crate::backend::{Backend, BackendMemory, Fill, Queue, SlotId, Ticket, Work, WorkItem};
 use crate::error::{Error, Result};
@@ -60,7 +61,25 @@ pub(crate) struct Step<'a> {
     pub(crate) top_k: usize,
     /// Experts that the caller guesses for the next layer, likeliest first; for the predictor.
     pub(crate) guess: &'a [u32],
+    /// The set has nearly all of the layer's experts, on all devices together: see [`covers`].
+    pub(crate) covers: bool,
     pub(crate) work: Work<'a>,
+    pub(crate) finish: Finish<'a>,
+}
+
+/// How a step ends.
+#[derive(Clone, Copy)]
+pub(crate) enum Finish<'a> {
+    /// With the work's result, once these were taken over from other devices.
+    Result(&'a [Rows]),
+    /// With the results of these assignments, which are all that the step serves, before weights and sum.
+    Rows(&'a [u32]),
+}
+
+/// Results of assignments before weights and sum: `[assignments, hidden]`, F32.
+pub(crate) struct Rows {
+    pub(crate) assignments: Vec<u32>,
+    pub(crate) rows: Tensor,
 }
 
 /// Rules that a test may drop to see that something catches it.
@@ -225,16 +244,16 @@ impl Engine {
         };
     }
 
-    /// Runs one layer's step and returns the work's result.
-    pub(crate) fn step(&mut self, step: Step<'_>) -> Result<Tensor> {
+    /// Runs one layer's step and returns what it ends with; `None` for no assignment.
+    pub(crate) fn step(&mut self, step: Step<'_>) -> Result<Option<Tensor>> {
         self.refuse_within_token()?;
         self.host_owns()?;
         self.with_memory(|this| this.backend.reserve(&step.work))?;
         self.guarded(|this| this.try_step(step))
     }
 
-    fn try_step(&mut self, step: Step<'_>) -> Result<Tensor> {
-        let Step { layer, needs, choices, top_k, guess, work } = step;
+    fn try_step(&mut self, step: Step<'_>) -> Result<Option<Tensor>> {
+        let Step { layer, needs, choices, top_k, guess, covers, work, finish } = step;
         let seen = Seen { layer, choices, top_k, guess };
         let set: Vec<RecordIndex> = needs.iter().map(|n| n.record).collect();
         if self.rules.pin_before_victims {
@@ -254,7 +273,11 @@ impl Engine {
         }
         self.prefetch_at(PrefetchTrigger::AfterRouting, seen)?;
 
-        self.backend.begin(work)?;
+        match finish {
+            Finish::Result(_) => self.backend.begin(work)?,
+            Finish::Rows([]) => {}
+            Finish::Rows(_) => self.backend.begin_rows(work)?,
+        }
         let waves = ring || !split.missing.is_empty();
         let mut done = Vec::new();
         if ring {
@@ -274,8 +297,15 @@ impl Engine {
             self.run(items, waves, &mut done)?;
         }
         self.prefetch_at(PrefetchTrigger::EndOfLayer, seen)?;
-        self.stream_ahead(layer, set.len())?;
-        let result = self.backend.finish()?;
+        self.stream_ahead(layer, covers)?;
+        let result = match finish {
+            Finish::Result(others) => {
+                others.iter().try_for_each(|o| self.backend.accept(&o.assignments, &o.rows))?;
+                Some(self.backend.finish()?)
+            }
+            Finish::Rows([]) => None,
+            Finish::Rows(assignments) => Some(self.backend.finish_rows(assignments)?),
+        };
 
         if !waves {
             self.mark_read(&done)?;

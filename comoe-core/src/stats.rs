@@ -31,6 +31,27 @@ pub struct LayerStats {
     pub prefetch_switches: u64,
 }
 
+/// Counters of one of several devices.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct DeviceStats {
+    /// As its backend names it.
+    pub device: String,
+    /// Slots, without staging.
+    pub slots: usize,
+    /// Staging slots, on top.
+    pub staging_slots: usize,
+    /// Slots of the ring, on top.
+    pub ring_slots: usize,
+    /// Records that it owns.
+    pub records: usize,
+    /// Members of step sets that it owns.
+    pub accesses: u64,
+    /// Of them, those found in a slot.
+    pub hits: u64,
+    /// Bytes that it moved on demand, over its own link.
+    pub bytes_moved: u64,
+}
+
 /// Counters since the cache was built or [`reset`](crate::ExpertCache::reset_stats).
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct CacheStats {
@@ -58,7 +79,7 @@ pub struct CacheStats {
     pub steps: u64,
     /// Of them, those that the device drove.
     pub device_steps: u64,
-    /// Layer steps with at least one record to move.
+    /// Layer steps with at least one record to move; with several devices, each device's own.
     pub steps_with_transfer: u64,
     /// Demand batches. Equal to `steps_with_transfer` unless a set did not fit the slots.
     pub transfers: u64,
@@ -81,10 +102,12 @@ pub struct CacheStats {
     pub prefetch_wasted_bytes: u64,
     /// Whether prefetching is judged while it runs, layer by layer ([`Prefetch::Auto`](crate::Prefetch::Auto)).
     pub prefetch_judged: bool,
-    /// Time of transfers, and of waiting for them.
+    /// Time of transfers, and of waiting for them; with several devices the sum.
     pub time: TransferTime,
     /// Where RAM holds fewer records than there are: what came from it, and what from disk.
     pub tier: Option<TierStats>,
+    /// By device, where there are several.
+    pub devices: Vec<DeviceStats>,
 }
 
 /// Fewer accesses than this say nothing about a hit rate.
@@ -93,6 +116,51 @@ const ENOUGH_ACCESSES: u64 = 500;
 impl CacheStats {
     fn sum(&self, field: impl Fn(&LayerStats) -> u64) -> u64 {
         self.layers.iter().map(field).sum()
+    }
+
+    /// Adds what another device counted in the same steps.
+    pub(crate) fn add(&mut self, other: &Self) {
+        self.slots += other.slots;
+        self.least_slots += other.least_slots;
+        self.most_slots += other.most_slots;
+        self.resizes += other.resizes;
+        self.staging_slots += other.staging_slots;
+        self.ring_slots += other.ring_slots;
+        self.pinned_slots += other.pinned_slots;
+        self.slot_bytes = self.slot_bytes.max(other.slot_bytes);
+        self.records += other.records;
+        if self.layers.is_empty() {
+            self.layers =
+                other.layers.iter().map(|l| LayerStats { layer: l.layer, ..Default::default() }).collect();
+        }
+        for (mine, other) in self.layers.iter_mut().zip(&other.layers) {
+            mine.accesses += other.accesses;
+            mine.hits += other.hits;
+            mine.pinned_hits += other.pinned_hits;
+            mine.misses += other.misses;
+            mine.late += other.late;
+            mine.prefetch_used += other.prefetch_used;
+            mine.prefetch_wasted += other.prefetch_wasted;
+            mine.prefetch_width += other.prefetch_width;
+            mine.prefetch_switches += other.prefetch_switches;
+        }
+        // Every device goes along in every step.
+        self.steps = self.steps.max(other.steps);
+        self.device_steps = self.device_steps.max(other.device_steps);
+        self.steps_with_transfer += other.steps_with_transfer;
+        self.transfers += other.transfers;
+        self.records_moved += other.records_moved;
+        self.bytes_moved += other.bytes_moved;
+        self.read_through_bytes += other.read_through_bytes;
+        self.prefetched += other.prefetched;
+        self.prefetched_bytes += other.prefetched_bytes;
+        self.prefetch_used += other.prefetch_used;
+        self.prefetch_wasted += other.prefetch_wasted;
+        self.prefetch_wasted_bytes += other.prefetch_wasted_bytes;
+        self.prefetch_judged |= other.prefetch_judged;
+        self.time.demand += other.time.demand;
+        self.time.prefetch += other.time.prefetch;
+        self.time.stalled += other.time.stalled;
     }
 
     /// Members of step sets, all layers.
@@ -229,6 +297,20 @@ impl fmt::Display for CacheStats {
                 f,
                 "resized  {} times: {} slots now, {} at least, {} at most",
                 self.resizes, self.slots, self.least_slots, self.most_slots
+            )?;
+        }
+        for d in &self.devices {
+            writeln!(
+                f,
+                "on       {}: {} slots for {} of the experts, {} staging, a ring of {}; {:.1} % of {} accesses hit, {} moved",
+                d.device,
+                d.slots,
+                d.records,
+                d.staging_slots,
+                d.ring_slots,
+                100.0 * rate(d.hits, d.accesses),
+                d.accesses,
+                human_bytes(d.bytes_moved)
             )?;
         }
         writeln!(

@@ -10,16 +10,16 @@ use comoe_core::backend::sim::SimBackend;
 use comoe_core::backend::{Backend, DriverKind, Fill, Queue, SlotId, WorkItem};
 use comoe_core::store::{RecordIndex, RecordSource};
 use comoe_core::{
-    CacheOptions, Capacity, Error, ExpertCache, ExpertFormat, ExpertSpec, PolicyKind, Prefetch, RecordCache,
-    Scope,
+    CacheOptions, Capacity, Error, ExpertCache, ExpertFormat, ExpertSpec, PeerAccess, PolicyKind, Prefetch,
+    RecordCache, Scope,
 };
 
-use crate::conformance::{Experts, Make};
+use crate::conformance::{Experts, Make, Several};
 
 #[test]
 fn cpu() {
     let backend = &|source| Box::new(CpuBackend::new(source)) as Box<dyn Backend>;
-    conformance::all(&Device::Cpu, Make { driver: DriverKind::Auto, backend });
+    conformance::all(&Device::Cpu, Make::one(DriverKind::Auto, backend));
 }
 
 #[test]
@@ -27,8 +27,84 @@ fn simulated() {
     for seed in 0..5 {
         let backend = &move |source| Box::new(SimBackend::new(source, seed)) as Box<dyn Backend>;
         let driver = if seed % 2 == 0 { DriverKind::Auto } else { DriverKind::Host };
-        conformance::all(&Device::Cpu, Make { driver, backend });
+        conformance::all(&Device::Cpu, Make::one(driver, backend));
     }
+}
+
+#[test]
+fn several_simulated_devices() {
+    for (seed, count) in [(0, 2), (1, 2), (2, 3)] {
+        let backend = &move |source| Box::new(SimBackend::new(source, seed)) as Box<dyn Backend>;
+        let nth = &move |n: usize, source| {
+            Box::new(SimBackend::new(source, 100 * seed + n as u64)) as Box<dyn Backend>
+        };
+        let devices = vec![Device::Cpu; count];
+        let several = Several { devices: &devices, peer_access: PeerAccess::Auto, backend: nth };
+        conformance::several_devices(Make::one(DriverKind::Host, backend), several);
+    }
+}
+
+#[test]
+fn several_pools_on_the_cpu() {
+    let backend = &|source| Box::new(CpuBackend::new(source)) as Box<dyn Backend>;
+    let nth = &|_, source| Box::new(CpuBackend::new(source)) as Box<dyn Backend>;
+    let several =
+        Several { devices: &[Device::Cpu, Device::Cpu], peer_access: PeerAccess::Off, backend: nth };
+    conformance::several_devices(Make::one(DriverKind::Auto, backend), several);
+}
+
+/// A device that cannot be used, or that runs out of memory, has less or nothing, and that is said.
+#[test]
+fn a_device_that_fails_shrinks_its_share() {
+    let experts = Experts::random(ExpertSpec::swiglu(16, 16), ExpertFormat::INT8, 2, 8, 1);
+    let build = |capacities: &[Capacity], fails: &dyn Fn(usize, usize) -> Option<Error>| {
+        ExpertCache::builder(experts.store(), &[Device::Cpu, Device::Cpu]).capacities(capacities).build_with(
+            |number, source| match fails(number, source.directory().len()) {
+                Some(error) => Err(error),
+                None => Ok(Box::new(CpuBackend::new(source))),
+            },
+        )
+    };
+    let slots =
+        |cache: &ExpertCache| cache.stats().devices.iter().map(|d| (d.slots, d.records)).collect::<Vec<_>>();
+    let plain = build(&[Capacity::All], &|_, _| None).unwrap();
+    assert_eq!((slots(&plain), plain.notes().len()), (vec![(8, 8), (8, 8)], 0));
+
+    let full = |device: usize, records| {
+        let (asked, free, total) = (9, 1, 2);
+        let what = "slots".to_owned();
+        let error = Error::OutOfDeviceMemory { device: "gpu".to_owned(), what, asked, free, total };
+        (device == 1 && records > 3).then_some(error)
+    };
+    let shrunk = build(&[Capacity::All], &full).unwrap();
+    assert_eq!(slots(&shrunk), [(13, 13), (3, 3)]);
+    assert!(
+        shrunk.notes().iter().all(|n| n.contains("device 1") && n.contains("slots instead of")),
+        "{:?}",
+        shrunk.notes()
+    );
+
+    let broken = |device, _| {
+        let reason = "it fell off the bus".to_owned();
+        (device == 1).then(|| Error::Device { asked: "cuda:1".to_owned(), reason })
+    };
+    let left = build(&[Capacity::Slots(4)], &broken).unwrap();
+    assert_eq!(slots(&left), [(4, 16)]);
+    assert!(left.notes()[0].contains("device 1") && left.notes()[0].contains("bus"), "{:?}", left.notes());
+    let first = |device: usize, _| {
+        let reason = "none".to_owned();
+        (device == 0).then(|| Error::Device { asked: "cuda:0".to_owned(), reason })
+    };
+    assert!(
+        matches!(build(&[Capacity::All], &first), Err(Error::Device { .. })),
+        "the caller's own must work"
+    );
+    let none = ExpertCache::builder(experts.store(), &[] as &[Device]).build().map(drop).unwrap_err();
+    assert!(none.to_string().contains("at least one"), "{none}");
+    let driven =
+        ExpertCache::builder(experts.store(), &[Device::Cpu, Device::Cpu]).driver(DriverKind::Device);
+    let error = driven.build().map(drop).unwrap_err().to_string();
+    assert!(error.contains("use auto or host"), "{error}");
 }
 
 #[test]
@@ -38,7 +114,7 @@ fn simulated_tokens_run_again() {
         let n = 2 + seed as u32;
         let partial =
             &move |source| Box::new(SimBackend::new(source, seed).leaving_to_the_host(n)) as Box<dyn Backend>;
-        let make = |backend| Make { driver: DriverKind::Device, backend };
+        let make = |backend| Make::one(DriverKind::Device, backend);
         conformance::tokens_run_again_until_all_is_there(&Device::Cpu, make(whole), make(partial));
     }
 }
@@ -46,7 +122,7 @@ fn simulated_tokens_run_again() {
 #[test]
 fn simulated_with_records_left_to_the_host() {
     let backend = &|source| Box::new(SimBackend::new(source, 1).leaving_to_the_host(2)) as Box<dyn Backend>;
-    conformance::all(&Device::Cpu, Make { driver: DriverKind::Auto, backend });
+    conformance::all(&Device::Cpu, Make::one(DriverKind::Auto, backend));
 }
 
 /// A record that cannot be brought for a device-driven token is named, and stops the cache.

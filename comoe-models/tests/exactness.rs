@@ -106,6 +106,45 @@ fn however_few_experts_ram_holds() {
     }
 }
 
+/// Two pools on the CPU in place of two devices: slots spread in many ways, evenly and not.
+#[test]
+fn over_two_devices() {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../assets/comoe-tiny");
+    let converted = tempfile::tempdir().unwrap();
+    for format in [None, Some(ExpertFormat::INT4)] {
+        let load = |more: &[Device], capacities: &[Capacity], cache: CacheOptions| {
+            let (cache_dir, context) = (Some(converted.path().to_owned()), Some(64));
+            let options = LoadOptions {
+                cache,
+                format,
+                cache_dir,
+                context,
+                more_devices: more.to_vec(),
+                capacities: capacities.to_vec(),
+                ..LoadOptions::default()
+            };
+            Model::load(&folder, &Device::Cpu, &options, &|_| {}).unwrap()
+        };
+        let want = answer(&load(&[], &[], CacheOptions::default()));
+        for first in (1..=EXPERTS).step_by(5) {
+            for (second, prefetch) in
+                [(1, Prefetch::Off), (24, Prefetch::StaleGate), (EXPERTS - first + 1, Prefetch::Off)]
+            {
+                let slots = [Capacity::Slots(first), Capacity::Slots(second)];
+                let ring = Some((first as u64 % 3) << 19);
+                let model =
+                    load(&[Device::Cpu], &slots, CacheOptions { prefetch, ring, ..CacheOptions::default() });
+                assert!(answer(&model) == want, "{format:?}, {first} and {second} slots");
+                let stats = model.experts().stats();
+                assert_eq!(stats.devices.len(), 2);
+                assert!(stats.devices.iter().all(|d| d.accesses > 0), "{first} and {second} slots: {stats}");
+            }
+        }
+        let three = load(&[Device::Cpu, Device::Cpu], &[], CacheOptions::default());
+        assert!(answer(&three) == want);
+    }
+}
+
 #[test]
 fn as_in_the_checkpoint() {
     every_pool_equals_the_resident_run(None);

@@ -152,9 +152,8 @@ impl RoutingFault {
                 Error::BadRoutingWeight { layer: directory.layers()[layer].layer, token, value }
             }
             Self::UnknownExpert { layer, expert } => {
-                let entry = &directory.layers()[layer];
-                let id = crate::ExpertId { layer: entry.layer, expert };
-                Error::UnknownExpert { id, available: entry.experts }
+                let id = crate::ExpertId { layer: directory.layers()[layer].layer, expert };
+                Error::UnknownExpert { id, available: directory.experts_of(layer) }
             }
         }
     }

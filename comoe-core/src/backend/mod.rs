@@ -4,25 +4,28 @@
 //! order between them exists only where a [`Ticket`] is waited for. The schedule keeps the rules (a slot is read
 //! after its fill, refilled after its last reader); a backend just obeys.
 
+pub(crate) mod bond;
 mod chunks;
 pub mod cpu;
 pub mod cuda;
 mod device;
 pub mod sim;
 
+use std::any::Any;
 use std::borrow::Cow;
 use std::ops::Range;
 use std::time::Duration;
 
 use candle_core::{DType, Tensor};
 
+pub use bond::PeerAccess;
 pub use chunks::Chunks;
 pub use device::{
     COPIED_RECORD_BYTES, DeviceCounters, DeviceDriver, DeviceLimits, DeviceStep, DriverKind,
     MOST_DEVICE_ASSIGNMENTS, MOST_DEVICE_SLOTS, MOST_DEVICE_TOKENS, RoutingFault, StepFault,
 };
 
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::expert::{ExpertLayout, ExpertSpec};
 use crate::store::RecordIndex;
 
@@ -219,6 +222,45 @@ pub trait Backend: Send {
     /// Ends the work that was begun and hands out its result (for [`Work::Ffn`] `[n, hidden]`, dtype as `x`).
     /// Results are combined in assignment order, so they do not depend on the order in which items were run.
     fn finish(&mut self) -> Result<Tensor>;
+
+    /// Starts work of which this device serves only some assignments: [`Self::finish_rows`] ends it.
+    ///
+    /// # Errors
+    /// [`Error::BadArgument`] where the backend shares no work with others.
+    fn begin_rows(&mut self, _work: Work<'_>) -> Result<()> {
+        Err(self.works_alone())
+    }
+
+    /// Ends the work that [`Self::begin_rows`] began, in which `assignments` were served, and hands out their results
+    /// before weights and sum, as `[assignments, hidden]` in F32.
+    ///
+    /// # Errors
+    /// As [`Self::begin_rows`].
+    fn finish_rows(&mut self, _assignments: &[u32]) -> Result<Tensor> {
+        Err(self.works_alone())
+    }
+
+    /// In work that [`Self::begin`] began: takes the results of `assignments`, which another device served and handed out
+    /// by [`Self::finish_rows`], brought to this one. They count as served.
+    ///
+    /// # Errors
+    /// As [`Self::begin_rows`].
+    fn accept(&mut self, _assignments: &[u32], _rows: &Tensor) -> Result<()> {
+        Err(self.works_alone())
+    }
+
+    #[doc(hidden)]
+    fn works_alone(&self) -> Error {
+        let reason =
+            format!("{} shares no work with other devices: give the cache one device", self.info().device);
+        Error::BadArgument { what: "devices", reason }
+    }
+
+    /// The backend itself, for those that know its kind: devices that share steps of their own hand things to each other
+    /// past the host. Who wraps a backend hands out the inner one's.
+    fn as_any(&mut self) -> Option<&mut dyn Any> {
+        None
+    }
 
     /// Waits until every queue is empty.
     fn synchronize(&mut self) -> Result<()>;

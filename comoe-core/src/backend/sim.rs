@@ -403,6 +403,20 @@ impl Backend for SimBackend {
         self.step.finish()
     }
 
+    fn begin_rows(&mut self, work: Work<'_>) -> Result<()> {
+        self.begin(work)
+    }
+
+    fn finish_rows(&mut self, assignments: &[u32]) -> Result<Tensor> {
+        let all = Ticket { queue: Queue::Compute, seq: self.enqueued[0] };
+        self.run_until(all)?;
+        self.step.finish_rows(assignments)
+    }
+
+    fn accept(&mut self, assignments: &[u32], rows: &Tensor) -> Result<()> {
+        self.step.accept(assignments, rows)
+    }
+
     fn synchronize(&mut self) -> Result<()> {
         for queue in Queue::ALL {
             self.run_until(Ticket { queue, seq: self.enqueued[queue.index()] })?;

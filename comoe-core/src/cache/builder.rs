@@ -2,14 +2,17 @@
 
 use std::sync::{Arc, Mutex};
 
+use std::time::Duration;
+
 use candle_core::Device;
 
 use super::ram;
 use super::token::Turns;
-use super::{CacheOptions, Capacity, Core, ExpertCache, RecordCache, Scope};
+use super::{CacheOptions, Capacity, Core, Devices, ExpertCache, RecordCache, Scope};
+use crate::backend::bond::BondOptions;
 use crate::backend::cpu::CpuBackend;
 use crate::backend::cuda::CudaOptions;
-use crate::backend::{Backend, DriverKind, MOST_DEVICE_TOKENS};
+use crate::backend::{Backend, BackendInfo, DriverKind, MOST_DEVICE_TOKENS, PeerAccess};
 use crate::error::{Error, Result};
 use crate::policy::PolicyKind;
 use crate::pool::{Pool, PoolShape};
@@ -18,23 +21,36 @@ use crate::schedule::{Engine, PrefetchEngine, PrefetchTrigger, Rules};
 use crate::stats::human_bytes;
 use crate::store::{Directory, ExpertStore, RecordIndex, RecordSource, TierOptions, TieredSource};
 
+/// Makes the backend of the device with this number, for what it owns.
+pub(super) type MakeBackend<'a> = &'a dyn Fn(usize, Arc<dyn RecordSource>) -> Result<Box<dyn Backend>>;
+
+/// How long one of several devices is waited for, unless another time is asked for.
+const DEADLINE: Duration = Duration::from_secs(20);
+
 /// Builds a cache; see [`ExpertCache::builder`] and [`RecordCache::builder`].
 #[must_use]
 pub struct CacheBuilder<S> {
-    store: S,
-    device: Device,
-    options: CacheOptions,
-    backend: Option<Box<dyn Backend>>,
-    cuda: CudaOptions,
-    rules: Rules,
+    pub(super) store: S,
+    pub(super) devices: Devices,
+    pub(super) options: CacheOptions,
+    /// By device, where they differ.
+    pub(super) capacities: Vec<Capacity>,
+    pub(super) reserve_elsewhere: u64,
+    pub(super) bond: BondOptions,
+    pub(super) backend: Option<Box<dyn Backend>>,
+    pub(super) cuda: CudaOptions,
+    pub(super) rules: Rules,
 }
 
 impl<S> CacheBuilder<S> {
-    pub(super) fn new(store: S, device: &Device) -> Self {
+    pub(super) fn new(store: S, devices: Devices) -> Self {
         Self {
             store,
-            device: device.clone(),
+            devices,
             options: CacheOptions::default(),
+            capacities: Vec::new(),
+            reserve_elsewhere: 0,
+            bond: BondOptions { peer_access: PeerAccess::default(), deadline: DEADLINE },
             backend: None,
             cuda: CudaOptions::default(),
             rules: Rules::default(),
@@ -47,7 +63,32 @@ impl<S> CacheBuilder<S> {
         self
     }
 
-    /// How many records the pool holds. Default: all.
+    /// How many records the pool of each of several devices holds, in their order, where they differ; the last one given
+    /// holds for those behind it. What is asked for in slots, bytes or parts of all experts is each device's own.
+    pub fn capacities(mut self, capacities: &[Capacity]) -> Self {
+        self.capacities = capacities.to_vec();
+        self
+    }
+
+    /// Device memory that slots leave free on every device but the first, which [`CacheOptions::reserve`] is for.
+    pub fn reserve_elsewhere(mut self, bytes: u64) -> Self {
+        self.reserve_elsewhere = bytes;
+        self
+    }
+
+    /// How several GPUs hand things to each other. Default: by each other's memory, where they can.
+    pub fn peer_access(mut self, peer_access: PeerAccess) -> Self {
+        self.bond.peer_access = peer_access;
+        self
+    }
+
+    /// How long one of several devices is waited for before a step fails ([`Error::DeviceLate`]). Default: 20 seconds.
+    pub fn deadline(mut self, deadline: Duration) -> Self {
+        self.bond.deadline = deadline;
+        self
+    }
+
+    /// How many records the pool holds. Default: all. Of several devices each has such a pool; see [`Self::capacities`].
     pub fn capacity(mut self, capacity: Capacity) -> Self {
         self.options.capacity = capacity;
         self
@@ -102,7 +143,8 @@ impl<S> CacheBuilder<S> {
         self
     }
 
-    /// A backend of the caller's own, instead of the device's.
+    /// A backend of the caller's own, instead of the only device's; for several see
+    /// [`Self::build_with`](CacheBuilder::<ExpertStore>::build_with).
     pub fn backend(mut self, backend: Box<dyn Backend>) -> Self {
         self.backend = Some(backend);
         self
@@ -122,22 +164,77 @@ impl<S> CacheBuilder<S> {
 
     /// `of_experts`: the records are experts, which a device can drive.
     fn core(self, source: Arc<dyn RecordSource>, of_experts: bool) -> Result<(Core, S)> {
-        let Self { store, device, options, backend, cuda, rules } = self;
-        let directory = Arc::new(source.directory().clone());
-        if directory.is_empty() {
+        let Self { store, devices, options, backend, cuda, rules, .. } = self;
+        let device = devices.first()?.clone();
+        if let Some(other) = devices.as_slice().get(1) {
+            let reason = format!("{:?} too: only a cache of experts can have several", other.location());
+            return Err(Error::BadArgument { what: "devices", reason });
+        }
+        if source.directory().is_empty() {
             return Err(Error::NoExperts { what: "the store".to_owned() });
         }
+        let room = options.room(&device)?;
+        let pool = PoolSetup { device: &device, source: &source, options: &options, room, cuda, rules };
+        let Made { engine, tier, mut info, mut notes, policy, drives } = pool.make(backend, of_experts)?;
+        let driver = driver_in_force(options.driver, &device, of_experts, drives, &mut info, &mut notes)?;
+        tell(&notes, [&info]);
+        let takes_hints = engine.takes_hints();
+        let core = Core {
+            engine: Mutex::new(engine),
+            fleet: None,
+            tier,
+            directory: Arc::new(source.directory().clone()),
+            source,
+            info,
+            notes,
+            device,
+            policy,
+            driver,
+            takes_hints,
+            observer: Mutex::new(None),
+        };
+        Ok((core, store))
+    }
+}
+
+/// What a device's engine is made from.
+pub(super) struct PoolSetup<'a> {
+    pub(super) device: &'a Device,
+    /// What it serves.
+    pub(super) source: &'a Arc<dyn RecordSource>,
+    pub(super) options: &'a CacheOptions,
+    pub(super) room: Option<Room>,
+    pub(super) cuda: CudaOptions,
+    pub(super) rules: Rules,
+}
+
+/// A device's engine, and what there is to say about it.
+pub(super) struct Made {
+    pub(super) engine: Engine,
+    pub(super) tier: Option<Arc<TieredSource>>,
+    pub(super) info: BackendInfo,
+    pub(super) notes: Vec<String>,
+    pub(super) policy: PolicyKind,
+    /// The device drives steps of few tokens, or why not.
+    pub(super) drives: std::result::Result<(), String>,
+}
+
+impl PoolSetup<'_> {
+    /// Makes the pool and starts the backend, the device's own unless another is given.
+    pub(super) fn make(self, backend: Option<Box<dyn Backend>>, of_experts: bool) -> Result<Made> {
+        let Self { device, source, options, room, cuda, rules } = self;
+        let directory = Arc::new(source.directory().clone());
         let slot_bytes = match device {
             Device::Cuda(_) => cuda.slot_bytes(&directory),
             _ => directory.largest_record(),
         };
         let on_gpu = device.is_cuda();
         let room = match options.ram {
-            Some(ram) if !on_gpu => Some(ram::room(&options, &directory, ram)),
-            _ => options.room(&device)?,
+            Some(ram) if !on_gpu => Some(ram::room(options, &directory, ram)),
+            _ => room,
         };
-        let mut layout = ram::layout(&options, &directory, slot_bytes, room.as_ref(), on_gpu)?;
-        let tier = match ram::places(&options, &directory, &layout, slot_bytes, on_gpu)? {
+        let mut layout = ram::layout(options, &directory, slot_bytes, room.as_ref(), on_gpu)?;
+        let tier = match ram::places(options, &directory, &layout, slot_bytes, on_gpu)? {
             Some(places) => {
                 let (policy, top_k) = (options.policy, options.top_k);
                 Some(Arc::new(TieredSource::new(source.clone(), TierOptions { places, policy, top_k })?))
@@ -153,9 +250,9 @@ impl<S> CacheBuilder<S> {
             }
             (Some(backend), None) => backend,
             (None, Some(tier)) => {
-                backend_for(&device, &(tier.clone() as Arc<dyn RecordSource>), cuda.with_tier(tier.clone()))?
+                backend_for(device, &(tier.clone() as Arc<dyn RecordSource>), cuda.with_tier(tier.clone()))?
             }
-            (None, None) => backend_for(&device, &source, cuda)?,
+            (None, None) => backend_for(device, source, cuda)?,
         };
         let mut info = backend.info();
         if let Some(tier) = tier.as_ref().map(|tier| tier.stats()) {
@@ -194,44 +291,50 @@ impl<S> CacheBuilder<S> {
         if let (Some(reason), true) = (engine.fixed(), device.is_cuda()) {
             layout.notes.push(format!("the number of slots is fixed: {reason}"));
         }
-        let (pins, left_out) = pins(&options, &directory, &pool_shape)?;
+        let (pins, left_out) = pins(options, &directory, &pool_shape)?;
         if let Some(note) = left_out {
             layout.notes.push(note);
         }
         engine.keep(&pins)?;
         let drives = drive(options.driver, policy, &mut engine, of_experts);
-        let driver = if drives.is_ok() { DriverKind::Device } else { DriverKind::Host };
-        match drives {
-            Ok(()) => info.notes.push(format!(
+        Ok(Made { engine, tier, info, notes: layout.notes, policy, drives })
+    }
+}
+
+/// Who drives steps of few tokens, said in `info` or `notes`; an error where the device was asked for and does not.
+pub(super) fn driver_in_force(
+    asked: DriverKind,
+    device: &Device,
+    of_experts: bool,
+    drives: std::result::Result<(), String>,
+    info: &mut BackendInfo,
+    notes: &mut Vec<String>,
+) -> Result<DriverKind> {
+    match drives {
+        Ok(()) => {
+            info.notes.push(format!(
                 "steps of up to {MOST_DEVICE_TOKENS} tokens are driven by the device, without a host round trip"
-            )),
-            Err(reason) if options.driver == DriverKind::Device => {
-                let reason = format!("the device cannot drive this cache: {reason}; use auto or host");
-                return Err(Error::BadArgument { what: "driver", reason });
-            }
-            // Elsewhere there is nothing but the host to expect.
-            Err(reason) if options.driver == DriverKind::Auto && of_experts && device.is_cuda() => {
-                layout.notes.push(format!("every step is driven by the host: {reason}"));
-            }
-            Err(_) => {}
+            ));
+            Ok(DriverKind::Device)
         }
-        layout.notes.iter().for_each(|note| tracing::warn!("{note}"));
+        Err(reason) if asked == DriverKind::Device => {
+            let reason = format!("the device cannot drive this cache: {reason}; use auto or host");
+            Err(Error::BadArgument { what: "driver", reason })
+        }
+        // Elsewhere there is nothing but the host to expect.
+        Err(reason) if asked == DriverKind::Auto && of_experts && device.is_cuda() => {
+            notes.push(format!("every step is driven by the host: {reason}"));
+            Ok(DriverKind::Host)
+        }
+        Err(_) => Ok(DriverKind::Host),
+    }
+}
+
+/// Logs what is in force.
+pub(super) fn tell<'a>(notes: &[String], infos: impl IntoIterator<Item = &'a BackendInfo>) {
+    notes.iter().for_each(|note| tracing::warn!("{note}"));
+    for info in infos {
         info.notes.iter().for_each(|note| tracing::info!("{}: {note}", info.device));
-        let takes_hints = engine.takes_hints();
-        let core = Core {
-            engine: Mutex::new(engine),
-            directory,
-            source,
-            tier,
-            info,
-            notes: layout.notes,
-            device,
-            policy,
-            driver,
-            takes_hints,
-            observer: Mutex::new(None),
-        };
-        Ok((core, store))
     }
 }
 
@@ -313,17 +416,39 @@ impl CacheBuilder<ExpertStore> {
     /// # Errors
     /// [`Error::TooFewSlots`], [`Error::PoolTooSmall`] or [`Error::BadArgument`] for a capacity that does not work,
     /// [`Error::Device`] for a device that cannot be used, [`Error::NoExperts`] for an empty store.
-    pub fn build(mut self) -> Result<ExpertCache> {
+    pub fn build(self) -> Result<ExpertCache> {
+        self.build_from(None)
+    }
+
+    /// The same with backends of the caller's own: `make` gets a device's number and the records that it owns, and may be
+    /// asked again where a device's share turns out too large for it.
+    ///
+    /// # Errors
+    /// As [`Self::build`], and those of `make`.
+    pub fn build_with(
+        self,
+        make: impl Fn(usize, Arc<dyn RecordSource>) -> Result<Box<dyn Backend>>,
+    ) -> Result<ExpertCache> {
+        self.build_from(Some(&make))
+    }
+
+    fn build_from(mut self, make: Option<MakeBackend<'_>>) -> Result<ExpertCache> {
         let source = self.store.source();
         let layers = 0..source.directory().layers().len();
         let experts: Vec<_> = layers.map(|o| (*self.store.spec(o), *self.store.layout(o))).collect();
+        let (specs, layouts): (Vec<_>, Vec<_>) = experts.iter().copied().unzip();
         self.cuda = self.cuda.with_experts(experts);
         let advice = ram::advice(&self.options, &self.store);
-        let (mut core, store) = self.core(source, true)?;
+        let mut core = match self.devices.as_slice().len() {
+            0 | 1 => {
+                if let Some(make) = make {
+                    self.backend = Some(make(0, source.clone())?);
+                }
+                self.core(source, true)?.0
+            }
+            _ => self.fleet(source, &specs, make)?,
+        };
         core.notes.extend(advice);
-        let ordinals = 0..core.directory.layers().len();
-        let specs = ordinals.clone().map(|o| *store.spec(o)).collect();
-        let layouts = ordinals.map(|o| *store.layout(o)).collect();
         Ok(ExpertCache { core, specs, layouts, tokens: Turns::default() })
     }
 }

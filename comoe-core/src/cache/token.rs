@@ -56,7 +56,7 @@ impl ExpertCache {
     /// Whether the device would drive all layer steps of such a token (or batch of tokens): then they can be captured in a
     /// graph between [`Self::begin_token`] and [`Token::end`]. An observer needs the host.
     pub fn drives_tokens(&self, tokens: usize, top_k: usize) -> bool {
-        !self.core.is_observed() && self.core.engine().device_fits(tokens, top_k)
+        !self.core.is_observed() && self.core.device_fits(tokens, top_k)
     }
 
     /// Begins a token, or `tokens` of them side by side: each of its layer steps has as many rows, and `top_k` experts for
@@ -72,7 +72,7 @@ impl ExpertCache {
     pub fn begin_token(&self, tokens: usize, top_k: usize) -> Result<Token<'_>> {
         let mut token = Token { cache: self, on_device: false, _turn: self.tokens.take()? };
         if !self.core.is_observed() {
-            token.on_device = self.core.engine().begin_token(tokens, top_k)?;
+            token.on_device = self.core.begin_token(tokens, top_k)?;
         }
         Ok(token)
     }
@@ -122,7 +122,7 @@ impl Token<'_> {
         if !self.on_device {
             return Ok(TokenOutcome::Done);
         }
-        let done = self.cache.core.engine().end_token()?;
+        let done = self.cache.core.end_token()?;
         Ok(if done { TokenOutcome::Done } else { TokenOutcome::Replay })
     }
 }
@@ -130,7 +130,7 @@ impl Token<'_> {
 impl Drop for Token<'_> {
     fn drop(&mut self) {
         if self.on_device {
-            self.cache.core.engine().leave_token();
+            self.cache.core.leave_token();
         }
         // Before the turn itself is given back.
         *self.cache.tokens.holder() = None;

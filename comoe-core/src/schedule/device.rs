@@ -67,6 +67,44 @@ impl Engine {
         Ok(())
     }
 
+    /// Takes back [`Self::offer_device`].
+    pub(crate) fn withdraw_device(&mut self) {
+        self.drive.offered = false;
+    }
+
+    /// Why some records only the host can bring to this device, if so.
+    pub(crate) fn device_is_partial(&self) -> Option<&str> {
+        self.drive.limits.partial.as_deref()
+    }
+
+    /// Makes ready for a step that this device drives together with others: it owns its tables from here on.
+    pub(crate) fn begin_shared(&mut self) -> Result<()> {
+        self.guarded(Self::device_owns)
+    }
+
+    /// Whether a token is under way.
+    pub(crate) fn is_in_token(&self) -> bool {
+        self.drive.token.is_some()
+    }
+
+    /// Its backend, for such a step.
+    pub(crate) fn shared_backend(&mut self) -> &mut dyn crate::backend::Backend {
+        &mut *self.backend
+    }
+
+    /// [`Error::Stopped`] after a failure.
+    pub(crate) fn refuse_stopped(&self) -> Result<()> {
+        match &self.failed {
+            Some(first) => Err(Error::Stopped { first: first.clone() }),
+            None => Ok(()),
+        }
+    }
+
+    /// Nothing in its slots is trusted from here on.
+    pub(crate) fn stop(&mut self, why: &Error) {
+        self.failed.get_or_insert(why.to_string());
+    }
+
     /// Whether a step of `tokens` tokens with `top_k` experts each is the device's, now.
     pub(crate) fn device_serves(&self, tokens: usize, top_k: usize) -> bool {
         let drive = &self.drive;
@@ -106,9 +144,7 @@ impl Engine {
 
     /// Runs `f` unless the cache has stopped; its error stops the cache.
     pub(super) fn guarded<R>(&mut self, f: impl FnOnce(&mut Self) -> Result<R>) -> Result<R> {
-        if let Some(first) = &self.failed {
-            return Err(Error::Stopped { first: first.clone() });
-        }
+        self.refuse_stopped()?;
         let result = f(self);
         if let Err(e) = &result {
             self.failed = Some(e.to_string());

@@ -22,7 +22,7 @@ const GROUP_BYTES: usize = 16 << 20;
 
 /// Whether a set of `used` of a layer's `experts` says that the next layer needs nearly all of its own: at least seven
 /// of eight, since what is streamed in vain delays what is not.
-fn covers(used: usize, experts: usize) -> bool {
+pub(crate) fn covers(used: usize, experts: usize) -> bool {
     8 * used >= 7 * experts
 }
 
@@ -174,10 +174,10 @@ impl Engine {
         keep
     }
 
-    /// Sends for the records of the layers behind `layer` that are nowhere yet, in order, as far as there is room; if a
-    /// step that used `used` experts says that this pays.
-    pub(super) fn stream_ahead(&mut self, layer: usize, used: usize) -> Result<()> {
-        if !self.streams || !covers(used, self.directory.layers()[layer].experts) {
+    /// Sends for the records of the layers behind `layer` that are nowhere yet, in order, as far as there is room; if the
+    /// step's set says that this pays.
+    pub(super) fn stream_ahead(&mut self, layer: usize, covers: bool) -> Result<()> {
+        if !self.streams || !covers {
             return Ok(());
         }
         self.fill_free(layer + 1)?;

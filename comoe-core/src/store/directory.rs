@@ -1,6 +1,7 @@
 //! Which records a store holds: keys, sizes, and the dense numbering that pool, policy and predictor work on.
 
 use std::collections::HashMap;
+use std::sync::Arc;
 
 use crate::error::{Error, Result};
 use crate::expert::ExpertId;
@@ -28,6 +29,16 @@ pub struct Directory {
     layers: Vec<LayerEntry>,
     ordinals: HashMap<usize, usize>,
     records: u32,
+    /// Of a part of another directory: what its records are called there.
+    names: Option<Names>,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Names {
+    /// By record: the expert's number in its layer.
+    experts: Arc<[u32]>,
+    /// By layer ordinal: how many experts the layer has in all.
+    of: Arc<[usize]>,
 }
 
 impl Directory {
@@ -63,6 +74,37 @@ impl Directory {
         Ok(this)
     }
 
+    /// The part of this directory whose records `takes` wants: the same layers, some perhaps without a record, and in
+    /// each the experts numbered anew from 0, in order; [`Self::id`] still tells them by their old names. With it, which
+    /// record of this directory each record of the part is.
+    pub(crate) fn part(&self, takes: impl Fn(RecordIndex) -> bool) -> (Self, Vec<RecordIndex>) {
+        let all = (0..self.records).map(RecordIndex);
+        let taken: Vec<RecordIndex> = all.filter(|&r| takes(r)).collect();
+        let mut first = 0;
+        let layers = self.layers.iter().map(|entry| {
+            let end = entry.first + entry.experts as u32;
+            let experts = taken.partition_point(|r| r.0 < end) - first as usize;
+            let part = LayerEntry { experts, first, ..entry.clone() };
+            first += experts as u32;
+            part
+        });
+        let part = Self {
+            layers: layers.collect(),
+            ordinals: self.ordinals.clone(),
+            records: taken.len() as u32,
+            names: Some(Names {
+                experts: taken.iter().map(|&r| self.id(r).expert as u32).collect(),
+                of: (0..self.layers.len()).map(|o| self.experts_of(o)).collect(),
+            }),
+        };
+        (part, taken)
+    }
+
+    /// Experts of the `ordinal`-th layer, those of other parts included.
+    pub(crate) fn experts_of(&self, ordinal: usize) -> usize {
+        self.names.as_ref().map_or(self.layers[ordinal].experts, |n| n.of[ordinal])
+    }
+
     /// The layers that have records, ascending.
     pub fn layers(&self) -> &[LayerEntry] {
         &self.layers
@@ -88,11 +130,19 @@ impl Directory {
     /// # Errors
     /// [`Error::UnknownExpert`], saying how many experts the layer has.
     pub fn record(&self, id: ExpertId) -> Result<RecordIndex> {
-        let entry = self.ordinal(id.layer).map(|o| &self.layers[o]);
-        match entry {
-            Some(entry) if id.expert < entry.experts => Ok(RecordIndex(entry.first + id.expert as u32)),
-            _ => Err(Error::UnknownExpert { id, available: entry.map_or(0, |e| e.experts) }),
-        }
+        let ordinal = self.ordinal(id.layer);
+        let found = ordinal.and_then(|o| {
+            let LayerEntry { first, experts, .. } = self.layers[o];
+            let place = match &self.names {
+                None => Some(id.expert).filter(|&e| e < experts),
+                Some(names) => {
+                    let here = &names.experts[first as usize..][..experts];
+                    here.iter().position(|&e| e as usize == id.expert)
+                }
+            };
+            place.map(|p| RecordIndex(first + p as u32))
+        });
+        found.ok_or(Error::UnknownExpert { id, available: ordinal.map_or(0, |o| self.experts_of(o)) })
     }
 
     /// The layer entry that holds `record`.
@@ -115,7 +165,11 @@ impl Directory {
     /// The key of `record`.
     pub fn id(&self, record: RecordIndex) -> ExpertId {
         let entry = self.entry(record);
-        ExpertId { layer: entry.layer, expert: (record.0 - entry.first) as usize }
+        let expert = match &self.names {
+            None => record.0 - entry.first,
+            Some(names) => names.experts[record.0 as usize],
+        };
+        ExpertId { layer: entry.layer, expert: expert as usize }
     }
 
     /// Bytes of `record`.
@@ -153,5 +207,24 @@ mod tests {
         assert!(Directory::new([(2, u32::MAX as usize, 1), (3, 1, 1)]).is_err());
         assert!(Directory::new([(2, 1, usize::MAX)]).is_err());
         assert!(Directory::new([(2, 2, 1 << 61), (3, 3, 1 << 61)]).is_err());
+    }
+
+    #[test]
+    fn a_part_keeps_layers_and_names() {
+        let d = Directory::new([(1, 4, 512), (2, 2, 1024), (7, 3, 512)]).unwrap();
+        let (part, records) = d.part(|r| [1, 3, 7].contains(&r.0));
+        assert_eq!(records, [1, 3, 7].map(RecordIndex));
+        let counts: Vec<_> = part.layers().iter().map(|l| (l.layer, l.experts, l.first)).collect();
+        assert_eq!(counts, [(1, 2, 0), (2, 0, 2), (7, 1, 2)]);
+        assert_eq!((part.len(), part.total_bytes()), (3, 3 * 512));
+        for (i, &record) in records.iter().enumerate() {
+            let here = RecordIndex(i as u32);
+            assert_eq!((part.id(here), part.record(d.id(record)).unwrap()), (d.id(record), here));
+            assert_eq!(part.record_bytes(here), d.record_bytes(record));
+        }
+        let elsewhere = part.record(ExpertId { layer: 1, expert: 0 }).unwrap_err().to_string();
+        assert!(elsewhere.contains("has 4 experts"), "{elsewhere}");
+        let (rest, _) = part.part(|r| r.0 > 0);
+        assert_eq!(rest.id(RecordIndex(1)), ExpertId { layer: 7, expert: 1 });
     }
 }

@@ -15,6 +15,7 @@ mod packed;
 mod packed_tests;
 mod packed_verify;
 mod packed_writer;
+mod part;
 mod quant;
 mod shard;
 mod small;
@@ -37,6 +38,7 @@ pub use packed::{PackedFile, PackedInfo, PackedLayer, PackedTensor};
 pub use packed_verify::{PackedPart, Verified};
 pub use packed_writer::PackedWriter;
 pub(crate) use packed_writer::write_whole;
+pub(crate) use part::PartSource;
 pub use quant::{Quantisation, QuantisedMatrix};
 /// Element type of a checkpoint's tensor.
 pub use safetensors::Dtype;

@@ -3,6 +3,7 @@
 
 mod pins;
 mod resize;
+mod several;
 mod tokens;
 
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -14,10 +15,11 @@ use comoe_core::format::record::{ExpertBiases, ExpertWeights, Weights, pack_expe
 use comoe_core::store::{Directory, RecordIndex, RecordSource};
 use comoe_core::{
     Activation, CacheOptions, Capacity, Error, ExpertCache, ExpertFormat, ExpertLayout, ExpertSpec,
-    ExpertStore, PolicyKind, Prefetch, PrefetchTrigger, RecordCache, Result, Scope, WeightOn,
+    ExpertStore, PeerAccess, PolicyKind, Prefetch, PrefetchTrigger, RecordCache, Result, Scope, WeightOn,
 };
 
 pub(crate) use resize::slots_come_and_go;
+pub(crate) use several::several_devices;
 pub(crate) use tokens::tokens_run_again_until_all_is_there;
 
 /// Makes the backend under test, which is driven so.
@@ -25,6 +27,26 @@ pub(crate) use tokens::tokens_run_again_until_all_is_there;
 pub(crate) struct Make<'a> {
     pub(crate) driver: DriverKind,
     pub(crate) backend: &'a dyn Fn(Arc<dyn RecordSource>) -> Box<dyn Backend>,
+    pub(crate) several: Option<Several<'a>>,
+}
+
+impl<'a> Make<'a> {
+    /// For one device.
+    pub(crate) fn one(
+        driver: DriverKind,
+        backend: &'a dyn Fn(Arc<dyn RecordSource>) -> Box<dyn Backend>,
+    ) -> Self {
+        Self { driver, backend, several: None }
+    }
+}
+
+/// Several devices under one cache, in place of the one that a test is given: of the first on.
+#[derive(Clone, Copy)]
+pub(crate) struct Several<'a> {
+    pub(crate) devices: &'a [Device],
+    pub(crate) peer_access: PeerAccess,
+    /// Of the device with this number.
+    pub(crate) backend: &'a dyn Fn(usize, Arc<dyn RecordSource>) -> Box<dyn Backend>,
 }
 
 /// SplitMix64.
@@ -216,12 +238,13 @@ fn run(cache: &ExpertCache, call: &Call) -> Vec<f32> {
 }
 
 fn cache(experts: &Arc<Experts>, device: &Device, make: Make<'_>, options: CacheOptions) -> ExpertCache {
-    ExpertCache::builder(experts.store(), device)
-        .backend((make.backend)(experts.clone()))
-        .options(options)
-        .driver(make.driver)
-        .build()
-        .unwrap()
+    let Some(several) = make.several else {
+        let builder = ExpertCache::builder(experts.store(), device).backend((make.backend)(experts.clone()));
+        return builder.options(options).driver(make.driver).build().unwrap();
+    };
+    let builder = ExpertCache::builder(experts.store(), several.devices).options(options).driver(make.driver);
+    let builder = builder.peer_access(several.peer_access);
+    builder.build_with(|number, source| Ok((several.backend)(number, source))).unwrap()
 }
 
 fn specs() -> Vec<ExpertSpec> {

@@ -39,7 +39,7 @@ pub(crate) fn with_faults(faults: Faults) -> CudaOptions {
 fn conforms(device: &Device, options: CudaOptions) {
     let backend = |source| backend(device, source, &options);
     for driver in [DriverKind::Host, DriverKind::Auto] {
-        conformance::all(device, Make { driver, backend: &backend });
+        conformance::all(device, Make::one(driver, &backend));
     }
 }
 

@@ -14,6 +14,7 @@ mod elastic;
 mod gemm;
 mod kernels;
 mod one_token;
+mod peers;
 mod pins;
 mod prompt;
 mod timing;

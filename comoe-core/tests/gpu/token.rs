@@ -27,7 +27,7 @@ fn tokens_run_again_until_all_is_there() {
             o.faults.delay_seed = delay_seed;
         });
         let partial = &|source| backend(&device, source, &partial);
-        let make = |backend| conformance::Make { driver: DriverKind::Device, backend };
+        let make = |backend| conformance::Make::one(DriverKind::Device, backend);
         conformance::tokens_run_again_until_all_is_there(&device, make(whole), make(partial));
     }
 }

@@ -497,7 +497,11 @@ impl<'m> DeviceSteps<'m> {
     /// Waits for the oldest step under way, whose logits are these, and hands out its token.
     fn wait(&mut self, kv: &mut KvCache, logits: &Tensor) -> Result<u32> {
         let step = self.under_way.pop_front().ok_or_else(no_kernels)?;
-        self.done[step as usize % AHEAD].synchronize().map_err(doing("waiting for a step"))?;
+        let (done, experts) = (&self.done[step as usize % AHEAD], self.decoder.experts());
+        match experts.placement() {
+            None => done.synchronize().map_err(doing("waiting for a step"))?,
+            Some(_) => experts.wait_until(|| done.try_is_complete().map_err(asking))?,
+        }
         let pair = 2 * (step as usize % RING);
         let (token, error) = (self.ring.get(pair), self.ring.get(pair + 1));
         if error == 0 {
@@ -539,6 +543,10 @@ impl Drop for DeviceSteps<'_> {
     fn drop(&mut self) {
         self.settle();
     }
+}
+
+fn asking(error: cudarc::driver::DriverError) -> comoe_core::Error {
+    comoe_core::Error::Cuda { what: "asking for a step".to_owned(), reason: error.to_string() }
 }
 
 fn no_kernels() -> Error {

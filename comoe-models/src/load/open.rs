@@ -6,9 +6,10 @@ use std::sync::Arc;
 use candle_core::{DType, Device};
 use comoe_core::plan::MemoryPlan;
 use comoe_core::store::{Checkpoint, ConvertOptions, ExpertStore, Naming, Quantisation};
-use comoe_core::{CacheOptions, CudaOptions, ExpertCache, ExpertFormat, cuda_memory};
+use comoe_core::{CacheOptions, Capacity, CudaOptions, ExpertCache, ExpertFormat, PeerAccess, cuda_memory};
 
 use super::needs::device_needs;
+use super::workspace::experts_bytes;
 use super::{DenseFormat, DenseWeights, KvFormat, ModelFiles, Progress};
 use crate::arch::{self, DecoderPlan, MoePlan};
 use crate::decoder::Decoder;
@@ -41,6 +42,12 @@ pub struct LoadOptions {
     pub cache_dir: Option<PathBuf>,
     /// How a GPU is used; other devices do not look at it.
     pub cuda: CudaOptions,
+    /// Devices besides the model's own that hold experts, too.
+    pub more_devices: Vec<Device>,
+    /// How many experts each device holds, the model's own first, where that is not `cache.capacity` on all of them.
+    pub capacities: Vec<Capacity>,
+    /// How GPUs hand things to each other.
+    pub peer_access: PeerAccess,
 }
 
 impl Default for LoadOptions {
@@ -55,6 +62,9 @@ impl Default for LoadOptions {
             format: None,
             cache_dir: None,
             cuda: CudaOptions::default(),
+            more_devices: Vec::new(),
+            capacities: Vec::new(),
+            peer_access: PeerAccess::default(),
         }
     }
 }
@@ -102,12 +112,20 @@ pub(crate) fn open_decoder(
     let margin = margin + cache.reserve;
     cache.reserve = others.total() + margin;
     let slot_bytes = slot_bytes(&store, &options.cuda, on_gpu);
-    let memory = match cache.room(device)? {
+    // With several devices each one's slots follow from its share.
+    let memory = match cache.room(device)?.filter(|_| options.more_devices.is_empty()) {
         Some(room) => Some(MemoryPlan::new(&room, (others, margin), &cache, store.directory(), slot_bytes)?),
         None => None,
     };
     let free = if on_gpu { Some(cuda_memory(device)?.0) } else { None };
-    let experts = ExpertCache::builder(store, device).options(cache).cuda(options.cuda.clone()).build()?;
+    let devices: Vec<Device> = std::iter::once(device).chain(&options.more_devices).cloned().collect();
+    let experts = ExpertCache::builder(store, devices)
+        .options(cache)
+        .capacities(&options.capacities)
+        .reserve_elsewhere(experts_bytes(&plan, context, options.dtype) + margin)
+        .peer_access(options.peer_access)
+        .cuda(options.cuda.clone())
+        .build()?;
     let decoder = Decoder::load(plan, &mut weights, experts, context, options.dtype, device)?;
     for (pattern, count) in weights.ignored() {
         tracing::info!("ignored, since the model does not use it: {pattern} ({count} tensors)");

@@ -1,21 +1,28 @@
 //! Activations of a model's largest step on a GPU: computed before anything is loaded.
 
+use candle_core::DType;
 use comoe_core::backend::cuda;
 
 use super::{DenseFormat, KvFormat, LoadOptions};
-use crate::arch::{DecoderPlan, MixerPlan};
+use crate::arch::{DecoderPlan, MixerPlan, MoePlan};
 use crate::blocks::attend::{KEPT_AT_ONCE, SCORES_AT_ONCE};
 use crate::blocks::int8_matrix::EXPANDED_AT_ONCE;
 use crate::blocks::prefill_attention::takes_heads;
 use crate::chunk::chunk_tokens;
 
+/// Activations of the largest step within the experts, which every device with experts has.
+pub(super) fn experts_bytes(plan: &DecoderPlan, context: usize, dtype: DType) -> u64 {
+    let tokens = chunk_tokens(plan, context, true).min(context);
+    let of =
+        |(_, moe): (usize, &MoePlan)| cuda::workspace_bytes(&moe.expert, dtype, tokens, moe.router.top_k);
+    plan.moe_layers().map(of).max().unwrap_or(0)
+}
+
 /// Activations of the largest step: a chunk of a prompt.
 pub(super) fn workspace_bytes(plan: &DecoderPlan, context: usize, options: &LoadOptions) -> u64 {
     let tokens = chunk_tokens(plan, context, true).min(context);
     let element = options.dtype.size_in_bytes();
-    let experts = plan
-        .moe_layers()
-        .map(|(_, moe)| cuda::workspace_bytes(&moe.expert, options.dtype, tokens, moe.router.top_k));
+    let experts = experts_bytes(plan, context, options.dtype);
     // Where they are held: scores in the model's dtype, and about four copies in F32 on the way to probabilities.
     let softmax = |heads: usize, key_width: usize, value_width: usize| {
         if takes_heads(options.dtype, key_width, value_width) {
@@ -52,14 +59,12 @@ pub(super) fn workspace_bytes(plan: &DecoderPlan, context: usize, options: &Load
         DenseFormat::Plain => 0,
         DenseFormat::Int8 => EXPANDED_AT_ONCE * element,
     };
-    experts.max().unwrap_or(0) + (expanded + mixer.max().unwrap_or(0) + stream + logits) as u64
+    experts + (expanded + mixer.max().unwrap_or(0) + stream + logits) as u64
 }
 
 #[cfg(test)]
 mod tests {
     use std::path::Path;
-
-    use candle_core::DType;
 
     use super::*;
     use crate::load::ConfigFile;

@@ -149,6 +149,18 @@ impl Backend for CpuBackend {
         self.step.finish()
     }
 
+    fn begin_rows(&mut self, work: Work<'_>) -> Result<()> {
+        self.begin(work)
+    }
+
+    fn finish_rows(&mut self, assignments: &[u32]) -> Result<Tensor> {
+        self.step.finish_rows(assignments)
+    }
+
+    fn accept(&mut self, assignments: &[u32], rows: &Tensor) -> Result<()> {
+        self.step.accept(assignments, rows)
+    }
+
     fn synchronize(&mut self) -> Result<()> {
         let stalled = self.queues()?.synchronize()?;
         self.stalled += stalled;

@@ -206,6 +206,55 @@ impl Step {
                 }
             }
         };
+        self.shrink();
+        Ok(y)
+    }
+
+    /// Ends work of which only `assignments` were served: their results, `[assignments, hidden]`.
+    pub(in crate::backend) fn finish_rows(&mut self, assignments: &[u32]) -> Result<Tensor> {
+        let Some(Kind::Ffn(Ffn { spec, .. })) = self.kind.take() else {
+            return Err(refused("finish", "no experts' work was begun"));
+        };
+        let served = self.served.iter().filter(|served| **served).count();
+        if served != assignments.len()
+            || !assignments.iter().all(|&a| self.served.get(a as usize) == Some(&true))
+        {
+            let reason = format!("{served} assignments were served, {} are asked for", assignments.len());
+            return Err(refused("finish", reason));
+        }
+        let row = |&a: &u32| &self.partial[a as usize * spec.hidden..][..spec.hidden];
+        let rows: Vec<f32> = assignments.iter().flat_map(row).copied().collect();
+        self.shrink();
+        Ok(Tensor::from_vec(rows, (assignments.len(), spec.hidden), &Device::Cpu)?)
+    }
+
+    /// Takes results of assignments that were served elsewhere.
+    pub(in crate::backend) fn accept(&mut self, assignments: &[u32], rows: &Tensor) -> Result<()> {
+        let Some(Kind::Ffn(Ffn { spec, .. })) = &self.kind else {
+            return Err(refused("accept", "no experts' work was begun"));
+        };
+        let expected = [assignments.len(), spec.hidden];
+        if rows.dims() != expected {
+            return Err(refused("accept", format!("expected rows {expected:?}, found {:?}", rows.dims())));
+        }
+        let values = rows.flatten_all()?.to_vec1::<f32>()?;
+        for (&a, row) in assignments.iter().zip(values.chunks(spec.hidden)) {
+            match self.served.get_mut(a as usize) {
+                Some(served) if !*served => *served = true,
+                _ => {
+                    return Err(refused(
+                        "accept",
+                        format!("assignment {a} is served already, or there is none"),
+                    ));
+                }
+            }
+            self.partial[a as usize * spec.hidden..][..spec.hidden].copy_from_slice(row);
+        }
+        Ok(())
+    }
+
+    /// Gives back what a long prompt needed.
+    fn shrink(&mut self) {
         for buffer in [&mut self.x, &mut self.partial, &mut self.weighted] {
             if buffer.capacity() > KEEP_FLOATS {
                 *buffer = Vec::new();
@@ -215,7 +264,6 @@ impl Step {
             self.gathered = Vec::new();
         }
         self.scratch.shrink(KEEP_FLOATS);
-        Ok(y)
     }
 
     /// `y[t] = sum over j = 0, 1, .. of weights[t, j] * partial[t, j]`, or without the weights when they are in the

@@ -1,5 +1,6 @@
 //! The CUDA backend.
 
+use std::any::Any;
 use std::borrow::Cow;
 use std::ops::Range;
 use std::sync::Arc;
@@ -82,6 +83,8 @@ pub(super) struct Ffn {
     pub(super) top_k: usize,
     /// The weighted sum was part of the one launch that served every assignment.
     summed: bool,
+    /// It is another device's: results are wanted before the sum.
+    rows: bool,
     /// Present where the GEMM multiplies.
     gemm: Option<GemmX>,
     caller: Arc<CudaStream>,
@@ -227,6 +230,7 @@ impl CudaBackend {
             tokens,
             top_k,
             summed: false,
+            rows: false,
             gemm: None,
             caller,
         };
@@ -309,7 +313,7 @@ impl CudaBackend {
         let len = items.len();
         let on_input = ffn.spec.weight_on == WeightOn::Input;
         // Every assignment is served once, so this launch is then the only one.
-        let whole = assignments.len() == ffn.weights.len();
+        let whole = assignments.len() == ffn.weights.len() && !ffn.rows;
         let weights: &[f32] = if on_input || whole { &ffn.weights } else { &[] };
         let [items, assignments, weights] =
             self.upload_parts([bytes_of(items), bytes_of(assignments), bytes_of(weights)])?;
@@ -364,6 +368,33 @@ impl CudaBackend {
         }
         self.compute.leave(&ffn.caller)?;
         Ok(ffn.y)
+    }
+
+    /// Copies results of `assignments`, one row each, from the step's to `rows` (`pack`) or back.
+    fn move_rows(&mut self, ffn: &Ffn, assignments: &[u32], rows: &Tensor, pack: bool) -> Result<()> {
+        let hidden = ffn.spec.hidden;
+        let most = (ffn.tokens * ffn.top_k) as u32;
+        if rows.dims() != [assignments.len(), hidden] || assignments.iter().any(|&a| a >= most) {
+            let reason = format!("rows {:?} for {} of {most} assignments", rows.dims(), assignments.len());
+            return Err(Error::BadArgument { what: "rows", reason });
+        }
+        let rows = address_of(rows, &ffn.caller)?;
+        let [list] = self.upload_parts([bytes_of(assignments)])?;
+        let partial = self.partial.address();
+        let (from, to) = if pack { (partial, rows) } else { (rows, partial) };
+        // SAFETY: both have rows of `hidden` floats, as many as was just checked; the list was just uploaded.
+        unsafe {
+            let stream = self.compute.stream();
+            self.kernels.move_rows(stream, (from, to, list), (assignments.len(), hidden), pack)
+        }
+    }
+
+    /// The experts' work that was begun.
+    fn take_ffn(&mut self) -> Result<Box<Ffn>> {
+        match self.step.take() {
+            Some(Step::Ffn(ffn)) => Ok(ffn),
+            _ => Err(not_begun()),
+        }
     }
 
     fn begin_gather(&mut self, assignments: usize, dtype: DType, shape: &[usize]) -> Result<Step> {
@@ -540,6 +571,40 @@ impl Backend for CudaBackend {
                 Ok(out)
             }
         }
+    }
+
+    fn begin_rows(&mut self, work: Work<'_>) -> Result<()> {
+        self.begin(work)?;
+        let mut ffn = self.take_ffn()?;
+        ffn.rows = true;
+        self.step = Some(Step::Ffn(ffn));
+        Ok(())
+    }
+
+    fn finish_rows(&mut self, assignments: &[u32]) -> Result<Tensor> {
+        self.gpu.bind()?;
+        self.copies()?.check()?;
+        let ffn = self.take_ffn()?;
+        // SAFETY: every row is written before anyone reads one.
+        let rows =
+            unsafe { Tensor::empty((assignments.len(), ffn.spec.hidden), DType::F32, ffn.x.device()) }?;
+        self.move_rows(&ffn, assignments, &rows, true)?;
+        self.compute.leave(&ffn.caller)?;
+        Ok(rows)
+    }
+
+    fn accept(&mut self, assignments: &[u32], rows: &Tensor) -> Result<()> {
+        self.gpu.bind()?;
+        let ffn = self.take_ffn()?;
+        // Behind whoever brought the rows.
+        self.compute.enter(&ffn.caller)?;
+        self.move_rows(&ffn, assignments, rows, false)?;
+        self.step = Some(Step::Ffn(ffn));
+        Ok(())
+    }
+
+    fn as_any(&mut self) -> Option<&mut dyn Any> {
+        Some(self)
     }
 
     fn slot_image<'a>(&self, record: RecordIndex, stored: &'a [u8]) -> Result<Cow<'a, [u8]>> {

@@ -6,7 +6,8 @@
 //! finds. All addresses hold from step to step, so that a graph may replay them; how many slots a layer has is in the
 //! tables, so that they also hold when slots come and go.
 
-use candle_core::Tensor;
+use candle_core::{DType, Tensor};
+use cudarc::driver::CudaStream;
 
 use super::backend::CudaBackend;
 use super::compute::address_of;
@@ -14,7 +15,8 @@ use super::context::Doing;
 use super::kernels::{CombineArgs, DequantArgs, DownArgs, GateUpArgs, Items};
 use super::options::Expansion;
 use super::resolve::{
-    COUNTERS_BYTES, FAULT_BAD_WEIGHT, FAULT_MISSING, FAULT_UNKNOWN_EXPERT, PARTITION_BYTES, Resolve,
+    COUNTERS_BYTES, FAULT_BAD_WEIGHT, FAULT_LATE, FAULT_MISSING, FAULT_UNKNOWN_EXPERT, PARTITION_BYTES,
+    Resolve,
 };
 use super::tables::{FaultWord, Tables};
 use crate::backend::{
@@ -22,7 +24,7 @@ use crate::backend::{
     RoutingFault, StepFault,
 };
 use crate::error::{Error, Result};
-use crate::expert::WeightOn;
+use crate::expert::{ExpertLayout, ExpertSpec, WeightOn};
 use crate::pool::{PoolShape, Residency};
 use crate::store::RecordIndex;
 
@@ -38,6 +40,215 @@ impl CudaBackend {
     /// Why steps cannot be driven by the GPU, if so.
     pub(super) fn cannot_drive(&self) -> Option<String> {
         self.slab.is_none().then(|| "slots are not allocated yet".to_owned())
+    }
+}
+
+/// What a step reads and writes, checked.
+pub(super) struct StepIo {
+    /// Kept, so that its memory is not reused before the kernels that read it are ordered.
+    _x: Tensor,
+    pub(super) x_at: u64,
+    pub(super) x_dtype: DType,
+    pub(super) y: Tensor,
+    pub(super) y_at: u64,
+    pub(super) ids: u64,
+    pub(super) weights: u64,
+    pub(super) tokens: usize,
+    pub(super) top_k: usize,
+}
+
+impl StepIo {
+    pub(super) fn new(step: &DeviceStep<'_>, caller: &CudaStream) -> Result<Self> {
+        let DeviceStep { spec, x, ids, weights, room, .. } = *step;
+        let ((tokens, width), (rows, top_k)) = (x.dims2()?, ids.dims2()?);
+        if width != spec.hidden
+            || rows != tokens
+            || weights.dims() != ids.dims()
+            || tokens > MOST_DEVICE_TOKENS
+        {
+            let reason = format!(
+                "expected x [n <= {MOST_DEVICE_TOKENS}, {}] and [n, k] of both others, got {:?}, {:?} and {:?}",
+                spec.hidden,
+                x.dims(),
+                ids.dims(),
+                weights.dims()
+            );
+            return Err(Error::BadArgument { what: "x, ids and weights", reason });
+        }
+        let x = x.contiguous()?;
+        let y = match room {
+            Some(room) if room.dims() == x.dims() && room.dtype() == x.dtype() => room.clone(),
+            Some(room) => {
+                let reason = format!(
+                    "expected {:?} {:?} like x, got {:?} {:?}",
+                    x.dims(),
+                    x.dtype(),
+                    room.dims(),
+                    room.dtype()
+                );
+                return Err(Error::BadArgument { what: "room", reason });
+            }
+            // SAFETY: the weighted sum writes every element before anyone reads one.
+            None => unsafe { Tensor::empty((tokens, spec.hidden), x.dtype(), x.device()) }?,
+        };
+        let [x_at, y_at, ids, weights] = [&x, &y, ids, weights].map(|t| address_of(t, caller));
+        Ok(Self {
+            x_at: x_at?,
+            x_dtype: x.dtype(),
+            _x: x,
+            y_at: y_at?,
+            y,
+            ids: ids?,
+            weights: weights?,
+            tokens,
+            top_k,
+        })
+    }
+}
+
+/// A step of this GPU's: shapes, and where its input lies.
+pub(super) struct Ask<'a> {
+    pub(super) layer: usize,
+    pub(super) spec: &'a ExpertSpec,
+    /// Of what slots hold.
+    pub(super) layout: &'a ExpertLayout,
+    pub(super) expansion: Option<&'a Expansion>,
+    pub(super) tokens: usize,
+    pub(super) top_k: usize,
+    pub(super) x: u64,
+    pub(super) x_dtype: DType,
+    pub(super) ids: u64,
+    pub(super) weights: u64,
+    /// Of the layer's experts, where others own some: their numbers here, and how many there are in all.
+    pub(super) numbers: Option<(u64, usize)>,
+    pub(super) ordinal: u32,
+}
+
+impl<'a> Ask<'a> {
+    pub(super) fn new(step: &DeviceStep<'a>, io: &StepIo, expansion: Option<&'a Expansion>) -> Self {
+        Self {
+            layer: step.layer,
+            spec: step.spec,
+            layout: expansion.map_or(step.layout, |e| &e.to),
+            expansion,
+            tokens: io.tokens,
+            top_k: io.top_k,
+            x: io.x_at,
+            x_dtype: io.x_dtype,
+            ids: io.ids,
+            weights: io.weights,
+            numbers: None,
+            ordinal: step.ordinal,
+        }
+    }
+}
+
+/// A step's launches. Tables, h and partial are as large as the most tokens need; `resolve` writes one item per record of
+/// the step, whose sources are slots of the pool or the whole arena and whose destinations are slots that no other item
+/// names.
+pub(super) struct Launches<'a> {
+    pub(super) resolve: Resolve,
+    pub(super) dequant: Option<DequantArgs<'a>>,
+    pub(super) gate_up: GateUpArgs<'a>,
+    pub(super) down: DownArgs<'a>,
+}
+
+impl CudaBackend {
+    /// How a layer's records are expanded in slots, if they are.
+    pub(super) fn expansion(&self, layer: usize) -> Option<Expansion> {
+        self.options.expansions.get(layer).copied()
+    }
+
+    pub(super) fn launches<'a>(&mut self, ask: &Ask<'a>) -> Result<Launches<'a>> {
+        let &Ask { layer, spec, layout, tokens, top_k, .. } = ask;
+        let entry = &self.source.directory().layers()[layer];
+        let slots = self.slots()?;
+        let tables = self.tables.as_mut().ok_or_else(no_tables)?;
+        // For the most tokens, whatever their number now, so that addresses stay as they are.
+        let most_rows = MOST_DEVICE_TOKENS * top_k;
+        let stream = self.compute.stream();
+        let (h, partial) = tables.reserve(&self.gpu, stream, most_rows, (spec.intermediate, spec.hidden))?;
+        let partition = tables.shape.partition_of[layer];
+        let (on_input, at) = (spec.weight_on == WeightOn::Input, &tables.at);
+        let most_items = (tokens * top_k).min(entry.experts);
+        if ask.expansion.is_some() && most_items > tables.shape.partitions[partition] {
+            let reason = format!(
+                "up to {most_items} experts for {} slots: what is expanded needs a slot",
+                tables.shape.partitions[partition]
+            );
+            return Err(Error::BadArgument { what: "step", reason });
+        }
+        let (items, list, factors) =
+            (tables.address(at.items), tables.address(at.list), tables.address(at.factors));
+        let fills = tables.address(at.fills);
+        let half_life = tables.half_lives.get(partition).copied();
+        let (numbers, all) = ask.numbers.unwrap_or((0, entry.experts));
+        let resolve = Resolve {
+            ids: ask.ids,
+            weights: ask.weights,
+            numbers,
+            slot_of: tables.address(at.slot_of),
+            address: tables.address(at.address),
+            owner: tables.address(at.owner),
+            stamp: tables.address(at.stamp),
+            score: half_life.map_or(0, |_| tables.address(at.score)),
+            partition: tables.address(at.partitions + PARTITION_BYTES * partition),
+            slots: tables.address(at.slots),
+            place: tables.address(at.place),
+            counters: tables.address(at.counters + COUNTERS_BYTES * layer),
+            uses: tables.address(at.uses),
+            progress: tables.address(at.progress),
+            missing: tables.address(at.missing),
+            fault: tables.address(at.fault),
+            host: tables.fault_address,
+            items,
+            fills: if ask.expansion.is_some() { fills } else { 0 },
+            list,
+            factors,
+            pool: slots.base,
+            stride: slots.stride as u64,
+            half_life: half_life.unwrap_or(0.0),
+            assignments: (tokens * top_k) as u32,
+            top_k: top_k as u32,
+            experts: entry.experts as u32,
+            first_record: entry.first,
+            layer: layer as u32,
+            weight_on_input: on_input.into(),
+            ordinal: ask.ordinal,
+            all: all as u32,
+        };
+        let items = Items { layout, items, len: most_items, assignments: list, most: tokens, tokens };
+        Ok(Launches {
+            resolve,
+            dequant: ask.expansion.map(|Expansion { from, to }| DequantArgs {
+                from,
+                to,
+                items: fills,
+                len: most_items,
+            }),
+            gate_up: GateUpArgs {
+                items,
+                activation: spec.activation,
+                x: ask.x,
+                x_dtype: ask.x_dtype,
+                top_k,
+                input_weights: if on_input { ask.weights } else { 0 },
+                h,
+            },
+            down: DownArgs { items, h, partial },
+        })
+    }
+
+    /// Enqueues the reading of a step's misses, where slots hold experts expanded to BF16.
+    ///
+    /// # Safety
+    /// Behind the step's `resolve`.
+    pub(super) unsafe fn read_expanded(&self, launches: &Launches<'_>) -> Result<()> {
+        match &launches.dequant {
+            None => Ok(()),
+            // SAFETY: what `resolve` wrote; see `Launches`.
+            Some(args) => unsafe { self.kernels.dequant(self.compute.stream(), args) },
+        }
     }
 }
 
@@ -74,139 +285,36 @@ impl DeviceDriver for CudaBackend {
     }
 
     fn step(&mut self, step: DeviceStep<'_>) -> Result<Tensor> {
-        let DeviceStep { layer, spec, layout, x, ids, weights, ordinal, room } = step;
         self.gpu.bind()?;
-        let ((tokens, width), (rows, top_k)) = (x.dims2()?, ids.dims2()?);
-        if width != spec.hidden
-            || rows != tokens
-            || weights.dims() != ids.dims()
-            || tokens > MOST_DEVICE_TOKENS
-        {
-            let reason = format!(
-                "expected x [n <= {MOST_DEVICE_TOKENS}, {}] and [n, k] of both others, got {:?}, {:?} and {:?}",
-                spec.hidden,
-                x.dims(),
-                ids.dims(),
-                weights.dims()
-            );
-            return Err(Error::BadArgument { what: "x, ids and weights", reason });
-        }
         let caller = self.gpu.candle_stream();
-        let x = x.contiguous()?;
-        let y = match room {
-            Some(room) if room.dims() == x.dims() && room.dtype() == x.dtype() => room.clone(),
-            Some(room) => {
-                let reason = format!(
-                    "expected {:?} {:?} like x, got {:?} {:?}",
-                    x.dims(),
-                    x.dtype(),
-                    room.dims(),
-                    room.dtype()
-                );
-                return Err(Error::BadArgument { what: "room", reason });
-            }
-            // SAFETY: `combine` writes every element before anyone reads one.
-            None => unsafe { Tensor::empty((tokens, spec.hidden), x.dtype(), x.device()) }?,
-        };
-        let [x_at, y_at, ids_at, weights_at] = [&x, &y, ids, weights].map(|t| address_of(t, &caller));
-        let (x_at, y_at, ids_at, weights_at) = (x_at?, y_at?, ids_at?, weights_at?);
-
-        let entry = &self.source.directory().layers()[layer];
-        let slots = self.slots()?;
-        let expansion = self.options.expansions.get(layer).copied();
-        let layout = expansion.as_ref().map_or(layout, |e| &e.to);
-        let tables = self.tables.as_mut().ok_or_else(no_tables)?;
-        // For the most tokens, whatever their number now, so that addresses stay as they are.
-        let most_rows = MOST_DEVICE_TOKENS * top_k;
-        let stream = self.compute.stream();
-        let (h, partial) = tables.reserve(&self.gpu, stream, most_rows, (spec.intermediate, spec.hidden))?;
-        let partition = tables.shape.partition_of[layer];
-        let (on_input, at) = (spec.weight_on == WeightOn::Input, &tables.at);
-        let most_items = (tokens * top_k).min(entry.experts);
-        if expansion.is_some() && most_items > tables.shape.partitions[partition] {
-            let reason = format!(
-                "up to {most_items} experts for {} slots: what is expanded needs a slot",
-                tables.shape.partitions[partition]
-            );
-            return Err(Error::BadArgument { what: "step", reason });
-        }
-        let (items, list, factors) =
-            (tables.address(at.items), tables.address(at.list), tables.address(at.factors));
-        let fills = tables.address(at.fills);
-        let half_life = tables.half_lives.get(partition).copied();
-        let resolve = Resolve {
-            ids: ids_at,
-            weights: weights_at,
-            slot_of: tables.address(at.slot_of),
-            address: tables.address(at.address),
-            owner: tables.address(at.owner),
-            stamp: tables.address(at.stamp),
-            score: half_life.map_or(0, |_| tables.address(at.score)),
-            partition: tables.address(at.partitions + PARTITION_BYTES * partition),
-            slots: tables.address(at.slots),
-            place: tables.address(at.place),
-            counters: tables.address(at.counters + COUNTERS_BYTES * layer),
-            uses: tables.address(at.uses),
-            progress: tables.address(at.progress),
-            missing: tables.address(at.missing),
-            fault: tables.address(at.fault),
-            host: tables.fault_address,
-            items,
-            fills: if expansion.is_some() { fills } else { 0 },
-            list,
-            factors,
-            pool: slots.base,
-            stride: slots.stride as u64,
-            half_life: half_life.unwrap_or(0.0),
-            assignments: (tokens * top_k) as u32,
-            top_k: top_k as u32,
-            experts: entry.experts as u32,
-            first_record: entry.first,
-            layer: layer as u32,
-            weight_on_input: on_input.into(),
-            ordinal,
-            unused: 0,
-        };
-        let items = Items { layout, items, len: most_items, assignments: list, most: tokens, tokens };
-        let gate_up = GateUpArgs {
-            items,
-            activation: spec.activation,
-            x: x_at,
-            x_dtype: x.dtype(),
-            top_k,
-            input_weights: if on_input { weights_at } else { 0 },
-            h,
-        };
-        let down = DownArgs { items, h, partial };
+        let io = StepIo::new(&step, &caller)?;
+        let expansion = self.expansion(step.layer);
+        let ask = Ask::new(&step, &io, expansion.as_ref());
+        let launches = self.launches(&ask)?;
         let combine = CombineArgs {
-            partial,
-            weights: factors,
-            tokens,
-            top_k,
-            hidden: spec.hidden,
-            y_dtype: y.dtype(),
-            y: y_at,
+            partial: launches.down.partial,
+            weights: launches.resolve.factors,
+            tokens: io.tokens,
+            top_k: io.top_k,
+            hidden: step.spec.hidden,
+            y_dtype: io.y.dtype(),
+            y: io.y_at,
         };
-
         self.compute.enter(&caller)?;
         self.runs += 1;
         self.options.faults.delay(self.compute.stream(), self.runs)?;
         let stream = self.compute.stream();
         // SAFETY: x, ids, weights and y are tensors of the shapes that were checked, ordered before and after by
-        // `enter` and `leave`; tables, h and partial are as large as the most tokens need; `resolve` writes one item
-        // per record of the step, whose sources are slots of the pool or the whole arena and whose destinations are
-        // slots that no other item names; nobody else touches tables or slots while the device owns them.
+        // `enter` and `leave`; `launches` speaks for the rest; nobody else touches tables or slots while the device owns
+        // them.
         unsafe {
-            self.kernels.resolve(stream, &resolve)?;
-            if let Some(Expansion { from, to }) = &expansion {
-                let args = DequantArgs { from, to, items: fills, len: most_items };
-                self.kernels.dequant(stream, &args)?;
-            }
-            self.kernels.gate_up(stream, &gate_up)?;
-            self.kernels.down_combine(stream, &down, &combine)?;
+            self.kernels.resolve(stream, &launches.resolve)?;
+            self.read_expanded(&launches)?;
+            self.kernels.gate_up(stream, &launches.gate_up)?;
+            self.kernels.down_combine(stream, &launches.down, &combine)?;
         }
         self.compute.leave(&caller)?;
-        Ok(y)
+        Ok(io.y)
     }
 
     fn fault(&mut self, wait: bool) -> Result<Option<StepFault>> {
@@ -232,6 +340,11 @@ impl DeviceDriver for CudaBackend {
                 StepFault::Routing(RoutingFault::UnknownExpert { layer, expert: value as usize })
             }
             FAULT_MISSING => StepFault::Missing(tables.take_missing(value as usize)?),
+            FAULT_LATE => {
+                let device = tables.together.get(value as usize).cloned();
+                let device = device.unwrap_or_else(|| format!("device {value}"));
+                return Err(Error::DeviceLate { device, deadline: tables.deadline });
+            }
             other => {
                 let reason = format!("it reported the unknown fault {other}");
                 return Err(Error::Cuda { what: "driving a step on the GPU".to_owned(), reason });

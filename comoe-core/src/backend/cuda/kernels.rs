@@ -14,6 +14,7 @@ use self::by_value::{Act, Input, Record};
 use self::gemm::Gemm;
 pub use self::gemm::{GemmDownArgs, GemmGateUpArgs, GemmItems, GemmRoundArgs, GemmTile, gemm_stride};
 use self::one_token::OneToken;
+use self::peers::PeerKernels;
 
 use crate::error::{Error, Result};
 use crate::expert::{Activation, ExpertLayout, MatrixLayout};
@@ -24,8 +25,10 @@ mod by_value;
 mod early;
 mod gemm;
 mod one_token;
+mod peers;
 
 pub(super) use early::launch_early;
+pub(super) use peers::{Hand, MOST_MEMBERS, Sum, Take, inbox};
 
 static FATBIN: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/kernels.fatbin"));
 
@@ -116,6 +119,7 @@ pub struct Kernels {
     gather: CudaFunction,
     pull: CudaFunction,
     resolve: CudaFunction,
+    peers: PeerKernels,
 }
 
 /// Formats as kernels are named after them, in the order of [`format_index`].
@@ -194,6 +198,7 @@ impl Kernels {
             gather: function("gather")?,
             pull: function("pull")?,
             resolve: function("resolve")?,
+            peers: PeerKernels::load(&module).map_err(fail)?,
         })
     }
 

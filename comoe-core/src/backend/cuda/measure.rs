@@ -7,6 +7,17 @@ use crate::stats::human_bytes;
 
 #[cfg(feature = "cuda")]
 pub use super::probe::{copy_bandwidth, gpu_report};
+#[cfg(feature = "cuda")]
+pub use super::probe_peers::peer_link;
+
+/// Measures how two GPUs reach each other; this build cannot.
+///
+/// # Errors
+/// [`Error::Device`](crate::Error::Device), always.
+#[cfg(not(feature = "cuda"))]
+pub fn peer_link(first: usize, second: usize) -> crate::Result<PeerLink> {
+    Err(super::not_built(format!("cuda:{first},{second}")))
+}
 
 /// Measures GPU `ordinal`; this build cannot.
 ///
@@ -48,6 +59,23 @@ pub struct Transfer {
     pub locked: f64,
     /// From pageable memory, GB/s.
     pub pageable: f64,
+}
+
+/// How two GPUs reach each other.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+pub struct PeerLink {
+    /// `N` of `cuda:N`.
+    pub first: usize,
+    /// The other one's.
+    pub second: usize,
+    /// Whether their kernels may use each other's memory.
+    pub peer_access: bool,
+    /// Copies from the first to the second, GB/s; `None` without peer access.
+    pub peer: Option<f64>,
+    /// The same through page-locked host memory, one half after the other, GB/s.
+    pub host: f64,
+    /// Copies from page-locked host memory to both at once, together, GB/s.
+    pub both_from_host: f64,
 }
 
 /// A format's kernels against the CPU backend.

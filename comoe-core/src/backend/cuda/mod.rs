@@ -5,7 +5,7 @@
 //! `timeline` (streams and tickets), `batch`, `expand`, `sender`, `bounce` and `copies` (the copy queues), `compute` and
 //! `upload` (the compute queue), `kernels`, and the backend that puts them together, with `many` for steps of many tokens.
 //! `device`, `tables` and `resolve` are the driver whose tables live on the GPU. A backend serves one GPU and nothing here
-//! is global, so several GPUs are several backends.
+//! is global, so several GPUs are several backends, and `peers` is what is between them.
 
 #[cfg(feature = "cuda")]
 mod arena;
@@ -34,11 +34,15 @@ mod mapping;
 pub mod measure;
 mod options;
 #[cfg(feature = "cuda")]
+mod peers;
+#[cfg(feature = "cuda")]
 mod pinned;
 #[cfg(feature = "cuda")]
 mod pool_memory;
 #[cfg(feature = "cuda")]
 mod probe;
+#[cfg(feature = "cuda")]
+mod probe_peers;
 #[cfg(feature = "cuda")]
 mod resolve;
 #[cfg(feature = "cuda")]
@@ -62,6 +66,7 @@ pub use context::{cuda_device, cuda_device_count, cuda_give_back, cuda_memory};
 #[doc(hidden)]
 pub use options::Faults;
 pub use options::{CudaOptions, Progress, ResidentFormat};
+pub(crate) use peers::Peers;
 #[cfg(feature = "cuda")]
 pub use pool_memory::cuda_pool;
 pub use workspace::{MOST_GEMV_TOKENS, workspace_bytes};

@@ -119,6 +119,8 @@ pub struct Faults {
     pub poison: bool,
     /// Breaks the transfer of this record half-way.
     pub fail_half_way: Option<RecordIndex>,
+    /// Holds the compute queue up for so long, before its step with this number (from 1).
+    pub stall: Option<(u64, std::time::Duration)>,
 }
 
 #[cfg(feature = "cuda")]
@@ -130,6 +132,20 @@ impl Faults {
         unsafe extern "C" fn nap(micros: *mut std::ffi::c_void) {
             std::thread::sleep(std::time::Duration::from_micros(micros as u64));
         }
+        let hold = |micros: u64| {
+            // SAFETY: `nap` takes a number, not memory, makes no CUDA call, and does not unwind.
+            unsafe {
+                cudarc::driver::result::stream::launch_host_function(
+                    stream.cu_stream(),
+                    nap,
+                    micros as *mut std::ffi::c_void,
+                )
+            }
+            .doing("injecting a delay")
+        };
+        if let Some((_, time)) = self.stall.filter(|(at, _)| *at == point) {
+            hold(time.as_micros() as u64)?;
+        }
         let Some(seed) = self.delay_seed else { return Ok(()) };
         // SplitMix64 (Steele et al. 2014, OOPSLA).
         let z = (seed ^ stream.cu_stream() as u64).wrapping_add(point.wrapping_mul(0x9e37_79b9_7f4a_7c15));
@@ -139,16 +155,7 @@ impl Faults {
         if !z.is_multiple_of(4) {
             return Ok(());
         }
-        let micros = 1000 + (z >> 32) % 4000;
-        // SAFETY: `nap` takes a number, not memory, makes no CUDA call, and does not unwind.
-        unsafe {
-            cudarc::driver::result::stream::launch_host_function(
-                stream.cu_stream(),
-                nap,
-                micros as *mut std::ffi::c_void,
-            )
-        }
-        .doing("injecting a delay")
+        hold(1000 + (z >> 32) % 4000)
     }
 }
 

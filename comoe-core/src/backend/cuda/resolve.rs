@@ -19,6 +19,7 @@ pub(super) const FAULT_BYTES: usize = 16;
 pub(super) const FAULT_BAD_WEIGHT: u32 = 1;
 pub(super) const FAULT_UNKNOWN_EXPERT: u32 = 2;
 pub(super) const FAULT_MISSING: u32 = 3;
+pub(super) const FAULT_LATE: u32 = 4;
 /// Bytes of what is known of a partition: clock (u64), where its slots begin in their list, and how many (u32 each).
 pub(super) const PARTITION_BYTES: usize = 16;
 /// Bytes of what is known of the token under way: steps done, and whether it is run again, u32 each.
@@ -34,6 +35,7 @@ const LEAST_THREADS: usize = 128;
 pub(super) struct Resolve {
     pub(super) ids: u64,
     pub(super) weights: u64,
+    pub(super) numbers: u64,
     pub(super) slot_of: u64,
     pub(super) address: u64,
     pub(super) owner: u64,
@@ -62,7 +64,7 @@ pub(super) struct Resolve {
     pub(super) layer: u32,
     pub(super) weight_on_input: u32,
     pub(super) ordinal: u32,
-    pub(super) unused: u32,
+    pub(super) all: u32,
 }
 
 // SAFETY: plain numbers without padding, mirrored field by field in kernels/resolve.cu.
@@ -79,19 +81,7 @@ impl Kernels {
     /// Every address must be valid on the stream's GPU, for the sizes that the kernel's source states, until it is
     /// done, and nobody else may write the tables meanwhile.
     pub(super) unsafe fn resolve(&self, stream: &Arc<CudaStream>, args: &Resolve) -> Result<()> {
-        let assignments = args.assignments as usize;
-        if assignments > MOST_DEVICE_ASSIGNMENTS || args.top_k == 0 {
-            let reason = format!(
-                "{assignments} assignments (top-{}): a device-driven step takes up to {MOST_DEVICE_ASSIGNMENTS}",
-                args.top_k
-            );
-            return Err(Error::BadArgument { what: "step", reason });
-        }
-        let config = LaunchConfig {
-            grid_dim: (1, 1, 1),
-            block_dim: (assignments.next_multiple_of(32).max(LEAST_THREADS) as u32, 1, 1),
-            shared_mem_bytes: 0,
-        };
+        let config = args.launch_config(1)?;
         let launched = if self.starts_early() {
             let mut arguments = [std::ptr::from_ref(args).cast_mut().cast()];
             // SAFETY: the type is that of kernels/resolve.cu, which waits for the kernel before it first of all; the
@@ -107,12 +97,34 @@ impl Kernels {
     }
 }
 
+impl Resolve {
+    /// So many blocks of one thread for each assignment.
+    ///
+    /// # Errors
+    /// [`Error::BadArgument`] for more assignments than a block can have.
+    pub(super) fn launch_config(&self, blocks: u32) -> Result<LaunchConfig> {
+        let assignments = self.assignments as usize;
+        if assignments > MOST_DEVICE_ASSIGNMENTS || self.top_k == 0 {
+            let reason = format!(
+                "{assignments} assignments (top-{}): a device-driven step takes up to {MOST_DEVICE_ASSIGNMENTS}",
+                self.top_k
+            );
+            return Err(Error::BadArgument { what: "step", reason });
+        }
+        Ok(LaunchConfig {
+            grid_dim: (blocks, 1, 1),
+            block_dim: (assignments.next_multiple_of(32).max(LEAST_THREADS) as u32, 1, 1),
+            shared_mem_bytes: 0,
+        })
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
     fn arguments_are_as_long_as_on_the_device() {
-        assert_eq!(size_of::<Resolve>(), 216);
+        assert_eq!(size_of::<Resolve>(), 224);
     }
 }

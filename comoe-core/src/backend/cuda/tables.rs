@@ -1,6 +1,7 @@
 //! The residency tables in GPU memory, and how they are handed over. Kernels/resolve.cu says what each is for.
 
 use std::mem::size_of;
+use std::time::Duration;
 
 use cudarc::driver::{CudaStream, result};
 
@@ -88,6 +89,9 @@ pub(super) struct Tables {
     records: usize,
     /// By partition, where decayed counts decide; else empty.
     pub(super) half_lives: Vec<f64>,
+    /// Names of the devices that share steps with this one, by number; and how long they wait for each other.
+    pub(super) together: Vec<String>,
+    pub(super) deadline: Duration,
 }
 
 /// What the kernel says in the fault word.
@@ -126,6 +130,8 @@ impl Tables {
             most_slots,
             records: directory.len(),
             half_lives: Vec::new(),
+            together: Vec::new(),
+            deadline: Duration::ZERO,
         })
     }
 
