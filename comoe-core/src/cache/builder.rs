@@ -14,6 +14,7 @@ use crate::backend::cpu::CpuBackend;
 use crate::backend::cuda::CudaOptions;
 use crate::backend::{Backend, BackendInfo, DriverKind, MOST_DEVICE_TOKENS, PeerAccess};
 use crate::error::{Error, Result};
+use crate::plan::Room;
 use crate::policy::PolicyKind;
 use crate::pool::{Pool, PoolShape};
 use crate::predict::{Correlation, EvidenceGate, GateOptions, Predictor, Prefetch, StaleGate};

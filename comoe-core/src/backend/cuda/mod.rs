@@ -66,6 +66,7 @@ pub use context::{cuda_device, cuda_device_count, cuda_give_back, cuda_memory};
 #[doc(hidden)]
 pub use options::Faults;
 pub use options::{CudaOptions, Progress, ResidentFormat};
+#[cfg(feature = "cuda")]
 pub(crate) use peers::Peers;
 #[cfg(feature = "cuda")]
 pub use pool_memory::cuda_pool;
