@@ -7,7 +7,7 @@ use crate::expert::ExpertSpec;
 fn round_trip(format: ExpertFormat, values: &[f32]) -> Vec<f32> {
     let mut weights = vec![0; format.row_bytes(values.len())];
     let mut scales = vec![0; format.scale_row_bytes(values.len())];
-    format.pack_row(values, &mut weights, &mut scales).unwrap();
+    format.pack_rows(values, values.len(), &mut weights, &mut scales).unwrap();
     let mut out = vec![f32::NAN; values.len()];
     format.unpack_row(&weights, &scales, &mut out);
     out
