@@ -311,9 +311,7 @@ mod x86 {
         #[inline(always)]
         fn select_gt(self, a: Self::V, b: Self::V, x: Self::V, y: Self::V) -> Self::V {
             // SAFETY: as in `splat`.
-            unsafe {
-                [0, 1].map(|i| _mm256_blendv_ps(y[i], x[i], _mm256_cmp_ps::<_CMP_GT_OQ>(a[i], b[i])))
-            }
+            unsafe { [0, 1].map(|i| _mm256_blendv_ps(y[i], x[i], _mm256_cmp_ps::<_CMP_GT_OQ>(a[i], b[i]))) }
         }
         #[inline(always)]
         fn fma(self, a: Self::V, b: Self::V, c: Self::V) -> Self::V {

@@ -268,8 +268,7 @@ fn search<L: Levels, S: Simd, const AT_ONCE: usize>(
     let zero = simd.splat(0.0);
     let (mut scale, mut score) = (zero, zero);
     for divisors in L::GRID.as_chunks::<AT_ONCE>().0 {
-        let inverses: [S::V; AT_ONCE] =
-            std::array::from_fn(|c| simd.mul(inverse, simd.splat(-divisors[c])));
+        let inverses: [S::V; AT_ONCE] = std::array::from_fn(|c| simd.mul(inverse, simd.splat(-divisors[c])));
         let (mut xq, mut qq) = ([zero; AT_ONCE], [zero; AT_ONCE]);
         for x in x {
             let x = simd.load(x);
@@ -349,7 +348,8 @@ fn exact_scales<L: Levels, S: Simd>(
     scale: &mut [f32; LANES],
 ) {
     // Every value a multiple of `m / t` is one of `m / (2 t)` too, as long as that is an f16.
-    let least = m.iter().zip(inverse).filter(|(_, i)| **i != 0.0).fold(f32::INFINITY, |a, (m, _)| a.min(m.abs()));
+    let least =
+        m.iter().zip(inverse).filter(|(_, i)| **i != 0.0).fold(f32::INFINITY, |a, (m, _)| a.min(m.abs()));
     // Where |t| <= HI, a scale and its negative hold the same values, so one sign of t suffices.
     for t in (L::LO..-L::HI).rev().chain((1..=L::HI).rev()) {
         let halved_is_f16 = least >= t as f32 / (1 << 13) as f32;
@@ -365,7 +365,8 @@ fn exact_scales<L: Levels, S: Simd>(
         if !any_zero(&off) {
             continue;
         }
-        let (mut off, by, s_) = (simd.load(&off), simd.mul(simd.load(inverse), simd.splat(up)), simd.load(&s));
+        let (mut off, by, s_) =
+            (simd.load(&off), simd.mul(simd.load(inverse), simd.splat(up)), simd.load(&s));
         let mut open = true;
         for x in x.chunks_exact(2) {
             for x in x {

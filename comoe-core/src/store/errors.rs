@@ -87,14 +87,15 @@ impl ExpertStore {
             return Err(Error::BadArgument { what: "experts to compare", reason });
         }
         let done = AtomicUsize::new(0);
-        let losses = (0..directory.len() as u32).into_par_iter().map_init(Scratch::default, |scratch, index| {
-            let lost = self.loss_of(RecordIndex(index), source, scratch)?;
-            let done = done.fetch_add(1, Ordering::Relaxed) + 1;
-            if let Some(progress) = progress {
-                progress(done, directory.len());
-            }
-            Ok(lost)
-        });
+        let losses =
+            (0..directory.len() as u32).into_par_iter().map_init(Scratch::default, |scratch, index| {
+                let lost = self.loss_of(RecordIndex(index), source, scratch)?;
+                let done = done.fetch_add(1, Ordering::Relaxed) + 1;
+                if let Some(progress) = progress {
+                    progress(done, directory.len());
+                }
+                Ok(lost)
+            });
         let losses = losses.collect::<Result<Vec<_>>>()?;
         Ok(WeightErrors::of(directory, &self.layouts, &losses))
     }
@@ -153,4 +154,58 @@ fn difference(values: &[f32], decoded: &[f32]) -> Loss {
         norm: f64::from(*v).powi(2),
     };
     values.iter().zip(decoded).map(each).sum()
+}
+
+#[cfg(test)]
+mod tests {
+    use safetensors::Dtype;
+
+    use super::super::naming::Naming;
+    use super::super::packed::PackedFile;
+    use super::super::testing::{Style, TinyMoe};
+    use super::*;
+
+    fn open(model: &TinyMoe) -> (tempfile::TempDir, ExpertStore) {
+        let made = model.shards().write_indexed();
+        let store = ExpertStore::open(&[made.path()], &Naming::auto()).unwrap();
+        (made, store)
+    }
+
+    #[test]
+    fn what_packing_reports_is_what_a_comparison_finds() {
+        for dtype in [Dtype::BF16, Dtype::F32] {
+            let model = TinyMoe { hidden: 40, intermediate: 33, dtype, ..TinyMoe::new(Style::Qwen) };
+            let (made, store) = open(&model);
+            for format in ExpertFormat::all_for_tests() {
+                let path = made.path().join(format!("packed-{format}.safetensors"));
+                let said = store.pack(&path, format, Vec::new(), None).unwrap().errors;
+                let packed = ExpertStore::from_packed(PackedFile::open(&path).unwrap());
+                let found = packed.errors_against(&store, None).unwrap();
+                assert_eq!(said.layers.len(), 2);
+                let pairs = said.layers.iter().zip(&found.layers);
+                for (a, b) in pairs.map(|(a, b)| (a.error, b.error)).chain([(said.all, found.all)]) {
+                    assert!((a - b).abs() <= 1e-4 * b + 1e-9, "{format} of {dtype:?}: {a} {b}");
+                }
+                let kept = format == ExpertFormat::Bf16 && dtype == Dtype::BF16;
+                assert_eq!(found.all == 0.0, kept, "{format} of {dtype:?}");
+                for (layer, entry) in found.layers.iter().zip(packed.directory().layers()) {
+                    assert_eq!((layer.layer, layer.format), (entry.layer, format));
+                    assert_eq!(layer.bytes, (entry.experts * entry.record_bytes) as u64);
+                    assert!(layer.worst.0 >= layer.error && layer.worst.1 < entry.experts, "{layer:?}");
+                }
+                // Of a packed file, too, and nothing is lost where nothing is changed.
+                let again = made.path().join(format!("again-{format}.safetensors"));
+                assert_eq!(packed.pack(&again, format, Vec::new(), None).unwrap().errors.all, 0.0);
+                assert_eq!(packed.errors_against(&packed, None).unwrap().all, 0.0);
+            }
+        }
+    }
+
+    #[test]
+    fn other_models_are_not_compared() {
+        let (_a, store) = open(&TinyMoe::new(Style::Qwen));
+        let (_b, wider) = open(&TinyMoe { hidden: 40, ..TinyMoe::new(Style::Qwen) });
+        let error = store.errors_against(&wider, None).unwrap_err().to_string();
+        assert!(error.contains("40") && error.contains("not the same model"), "{error}");
+    }
 }
