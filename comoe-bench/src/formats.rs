@@ -175,7 +175,10 @@ impl Formats {
             let prompt = template.render(before, true)?;
             let whole = template.render(&messages, false)?;
             let answer = whole.strip_prefix(&prompt).ok_or_else(|| {
-                bad(format!("conversation {}: the template writes another prompt before an answer", number + 1))
+                bad(format!(
+                    "conversation {}: the template writes another prompt before an answer",
+                    number + 1
+                ))
             })?;
             let encode = |text| model.tokenizer().encode(text, false);
             scripts.push(Script { prompt: encode(&prompt)?, answer: encode(answer)? });

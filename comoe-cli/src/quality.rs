@@ -83,9 +83,6 @@ impl Quality {
     ) -> Result<()> {
         let Some(text) = &args.evaluate else { return Ok(()) };
         let opened = device::open(args.device)?;
-        if let Some(note) = opened.note.filter(|_| !args.json) {
-            say!("note: {note}");
-        }
         let device = opened.device;
         let bar = Bar::new();
         let reference = Model::load(source, &device, &options(&device, format, 1)?, &|p| bar.show(p))?;
@@ -95,7 +92,11 @@ impl Quality {
         let measured =
             evaluate(reference.decoder(), &other, &text, &|done, total| bar.evaluating(done, total));
         bar.clear();
-        self.evaluation = Some(Evaluated { reference_format: format.to_string(), evaluation: measured? });
+        let evaluation = measured?;
+        if let Some(note) = opened.note.filter(|_| !args.json) {
+            say!("note: {note}");
+        }
+        self.evaluation = Some(Evaluated { reference_format: format.to_string(), evaluation });
         Ok(())
     }
 

@@ -191,7 +191,7 @@ fn held_out(folder: &Path, conversations: usize) -> PathBuf {
 #[test]
 fn what_packing_costs_is_measured() {
     let folder = tempfile::tempdir().unwrap();
-    let text = held_out(folder.path(), 60);
+    let text = held_out(folder.path(), 16);
     let evaluate = ["--device=cpu", "--evaluate", text.to_str().unwrap(), "--json"];
     let measured = |format: &str| {
         let file = folder.path().join(format!("{format}.safetensors"));
@@ -208,7 +208,7 @@ fn what_packing_costs_is_measured() {
         let (a, b) = (again["error"].as_f64().unwrap(), found["error"].as_f64().unwrap());
         assert!((a - b).abs() <= 1e-4 * b, "{a} {b}");
         let number = |name: &str| found["evaluation"][name].as_f64().unwrap();
-        assert!(number("tokens") > 1000.0);
+        assert!(number("tokens") > 300.0);
         assert_eq!(found["evaluation"]["reference_format"], "bf16");
         let more = number("perplexity") / number("reference_perplexity") - 1.0;
         println!("{format}: error {b:.2e}, KL {:.2e}, perplexity {more:+.2e} of BF16's", number("kl"));

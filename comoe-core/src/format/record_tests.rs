@@ -204,7 +204,7 @@ fn the_scales_are_all_but_the_best_ones() {
         (state >> 40) as f64 / (1u64 << 24) as f64 - 0.5
     };
     let x: Vec<f32> = (0..6400).map(|_| (0..12).map(|_| uniform()).sum::<f64>() as f32 * 0.02).collect();
-    for (group, four, eight) in [(32, 1.006, 1.06), (64, 1.004, 1.04), (128, 1.006, 1.03)] {
+    for (group, four, eight) in [(32, 1.002, 1.02), (64, 1.001, 1.02), (128, 1.005, 1.02)] {
         for (format, lo, hi, most) in [
             (ExpertFormat::Int4 { group }, -8.0, 7.0, four),
             (ExpertFormat::Int8 { group }, -127.0, 127.0, eight),

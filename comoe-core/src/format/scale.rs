@@ -106,40 +106,42 @@ impl<L: Levels> Vectorised for PackRows<'_, '_, L> {
         let mut loss = Loss::default();
         for first in (0..groups).step_by(LANES) {
             let used = LANES.min(groups - first);
-            // Where each lane's values, words and scale are, and how many values.
-            let (mut from, mut len, mut to, mut scale_to) = ([0; LANES], [0; LANES], [0; LANES], [0; LANES]);
-            for lane in 0..used {
-                let (row, g) = ((first + lane) / in_row, (first + lane) % in_row);
-                from[lane] = row * cols + g * group;
-                len[lane] = group.min(cols - g * group);
-                to[lane] = row * out.row_bytes + 4 * g * (group / per_word);
-                scale_to[lane] = row * out.scale_row_bytes + 2 * g;
-            }
-            let x = &mut lanes[..len.iter().fold(0, |a, b| a.max(*b)).next_multiple_of(8)];
-            if len.iter().any(|len| *len < x.len()) {
+            let place = |at: usize| {
+                let (row, g) = (at / in_row, at % in_row);
+                Place {
+                    from: row * cols + g * group,
+                    len: group.min(cols - g * group),
+                    to: row * out.row_bytes + 4 * g * (group / per_word),
+                    scale_to: row * out.scale_row_bytes + 2 * g,
+                }
+            };
+            let places: [Place; LANES] =
+                std::array::from_fn(|lane| if lane < used { place(first + lane) } else { Place::default() });
+            let x = &mut lanes[..places.iter().fold(0, |a, p| a.max(p.len)).next_multiple_of(8)];
+            if places.iter().any(|p| p.len < x.len()) {
                 x.fill([0.0; LANES]);
             }
-            for lane in 0..used {
-                for (x, &v) in x.iter_mut().zip(&values[from[lane]..][..len[lane]]) {
+            for (lane, p) in places.iter().enumerate() {
+                for (x, &v) in x.iter_mut().zip(&values[p.from..][..p.len]) {
                     x[lane] = v;
                 }
             }
             let chosen = choose::<L, S>(simd, x).map_err(|lane| {
+                let Place { from, len, .. } = places[lane];
                 let size = |at: &usize| values[*at].abs();
-                let all = from[lane]..from[lane] + len[lane];
-                let at = all.max_by(|a, b| size(a).total_cmp(&size(b))).unwrap_or(from[lane]);
+                let at = (from..from + len).max_by(|a, b| size(a).total_cmp(&size(b))).unwrap_or(from);
                 BadValue { at, value: values[at], reason: BadValue::TOO_LARGE }
             })?;
-            for lane in 0..used {
+            for (lane, p) in places[..used].iter().enumerate() {
                 loss += Loss { error: chosen.error[lane].into(), norm: chosen.norm[lane].into() };
                 let scale = f16::from_f32(chosen.scale[lane]).to_le_bytes();
-                out.scales[scale_to[lane]..][..2].copy_from_slice(&scale);
+                out.scales[p.scale_to..][..2].copy_from_slice(&scale);
             }
             let inverse = inverses(&chosen.scale);
             for (j, x) in x.chunks_exact(per_word).enumerate() {
                 let words = words::<L, S>(simd, x, &inverse);
-                for lane in (0..used).filter(|lane| j * per_word < len[*lane]) {
-                    out.weights[to[lane] + 4 * j..][..4].copy_from_slice(&words[lane].to_le_bytes());
+                for (p, word) in places.iter().zip(words).filter(|(p, _)| j * per_word < p.len) {
+                    out.weights[p.to + 4 * j..][..4].copy_from_slice(&word.to_le_bytes());
                 }
             }
         }
@@ -154,6 +156,17 @@ struct Chosen {
     /// Squared error, and the sum of squares of the values.
     error: [f32; LANES],
     norm: [f32; LANES],
+}
+
+/// Where one lane's group is.
+#[derive(Clone, Copy, Default)]
+struct Place {
+    /// Its first value, and how many there are; none in a lane that is not used.
+    from: usize,
+    len: usize,
+    /// Its first word's and its scale's first byte.
+    to: usize,
+    scale_to: usize,
 }
 
 /// Chooses for sixteen zero-padded groups, `x[i][lane]` value `i` of a lane's; or names a lane whose values are too large.
@@ -272,10 +285,10 @@ fn search<L: Levels, S: Simd, const AT_ONCE: usize>(
         let (mut xq, mut qq) = ([zero; AT_ONCE], [zero; AT_ONCE]);
         for x in x {
             let x = simd.load(x);
-            for c in 0..AT_ONCE {
-                let q = nearest::<L, S>(simd, simd.mul(x, inverses[c]));
-                xq[c] = simd.add(xq[c], simd.mul(x, q));
-                qq[c] = simd.fma(q, q, qq[c]);
+            for ((inverse, xq), qq) in inverses.iter().zip(&mut xq).zip(&mut qq) {
+                let q = nearest::<L, S>(simd, simd.mul(x, *inverse));
+                *xq = simd.add(*xq, simd.mul(x, q));
+                *qq = simd.fma(q, q, *qq);
             }
         }
         for (xq, qq) in xq.into_iter().zip(qq) {
