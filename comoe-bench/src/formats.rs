@@ -11,8 +11,9 @@ use std::time::{Duration, Instant};
 use candle_core::{DType, Device};
 use comoe_core::backend::cuda::ResidentFormat;
 use comoe_core::{CacheOptions, Capacity, ExpertFormat};
+use comoe_models::evaluate::{divergence, likeliest, read_conversations};
 use comoe_models::{Decoder, KvFormat, LoadOptions, Message, Model, Role, Rows};
-use serde::{Deserialize, Serialize};
+use serde::Serialize;
 
 use crate::error::{Error, Result};
 use crate::tiny::Script;
@@ -116,7 +117,7 @@ impl Formats {
                 hit_rate: 0.0,
                 bytes_per_token: 0.0,
                 tokens_per_s: [0.0; 2],
-                kl: mean(want.iter().zip(&got).map(|(p, q)| kl(p, q))),
+                kl: mean(want.iter().zip(&got).map(|(p, q)| divergence(p, q))),
                 same_choice: mean(
                     want.iter().zip(&got).map(|(p, q)| f64::from(likeliest(p) == likeliest(q))),
                 ),
@@ -161,24 +162,23 @@ impl Formats {
             value: self.text.display().to_string(),
             expected,
         };
-        let text = std::fs::read_to_string(&self.text).map_err(|e| Error::io(&self.text, e))?;
         let model = Model::load(&self.model, &Device::Cpu, &LoadOptions::default(), &|_| {})?;
         let template = model.template().ok_or_else(|| bad("the model has no chat template".to_owned()))?;
         let mut scripts = Vec::new();
-        for (number, line) in text.lines().enumerate().filter(|(_, line)| !line.trim().is_empty()) {
+        for (number, messages) in read_conversations(&self.text)?.into_iter().enumerate() {
             if scripts.len() == self.conversations {
                 break;
             }
-            let conversation: Conversation = serde_json::from_str(line)
-                .map_err(|e| bad(format!("line {} is no conversation: {e}", number + 1)))?;
-            let messages: Vec<Message> = conversation.messages.into_iter().map(Message::from).collect();
             let Some((Message { role: Role::Assistant, .. }, before)) = messages.split_last() else {
                 continue;
             };
             let prompt = template.render(before, true)?;
             let whole = template.render(&messages, false)?;
             let answer = whole.strip_prefix(&prompt).ok_or_else(|| {
-                bad(format!("line {}: the template writes another prompt before an answer", number + 1))
+                bad(format!(
+                    "conversation {}: the template writes another prompt before an answer",
+                    number + 1
+                ))
             })?;
             let encode = |text| model.tokenizer().encode(text, false);
             scripts.push(Script { prompt: encode(&prompt)?, answer: encode(answer)? });
@@ -187,36 +187,6 @@ impl Formats {
             return Err(bad("no conversation is in it that ends with an answer".to_owned()));
         }
         Ok(scripts)
-    }
-}
-
-#[derive(Deserialize)]
-struct Conversation {
-    messages: Vec<Said>,
-}
-
-#[derive(Deserialize)]
-struct Said {
-    role: Who,
-    content: String,
-}
-
-#[derive(Deserialize)]
-#[serde(rename_all = "lowercase")]
-enum Who {
-    System,
-    User,
-    Assistant,
-}
-
-impl From<Said> for Message {
-    fn from(said: Said) -> Self {
-        let role = match said.role {
-            Who::System => Role::System,
-            Who::User => Role::User,
-            Who::Assistant => Role::Assistant,
-        };
-        Self { role, content: said.content, reasoning: None }
     }
 }
 
@@ -269,26 +239,6 @@ fn forced(decoder: &Decoder, scripts: &[Script], mut logits: Option<&mut Logits>
     Ok(round)
 }
 
-/// Log of the softmax, in F64.
-fn log_softmax(logits: &[f32]) -> impl Iterator<Item = f64> {
-    let most = f64::from(logits.iter().copied().fold(f32::NEG_INFINITY, f32::max));
-    let sum: f64 = logits.iter().map(|l| (f64::from(*l) - most).exp()).sum();
-    let log_sum = most + sum.ln();
-    logits.iter().map(move |l| f64::from(*l) - log_sum)
-}
-
-/// KL(P || Q) in nats, of the distributions that two rows of logits stand for.
-fn kl(p: &[f32], q: &[f32]) -> f64 {
-    // What P never says adds nothing, whatever Q says.
-    let term = |(p, q): (f64, f64)| if p == f64::NEG_INFINITY { 0.0 } else { p.exp() * (p - q) };
-    log_softmax(p).zip(log_softmax(q)).map(term).sum()
-}
-
-fn likeliest(logits: &[f32]) -> usize {
-    let by_logit = |a: &usize, b: &usize| logits[*a].total_cmp(&logits[*b]).then(b.cmp(a));
-    (0..logits.len()).max_by(by_logit).unwrap_or(0)
-}
-
 fn mean(values: impl Iterator<Item = f64>) -> f64 {
     let (n, sum) = values.fold((0, 0.0), |(n, sum), v| (n + 1, sum + v));
     sum / f64::from(n.max(1))
@@ -332,17 +282,6 @@ mod tests {
         );
         assert!(int8.same_choice > int4.same_choice - 0.02 && int4.same_choice > 0.5, "{measured:?}");
         assert!(measured.iter().all(|m| m.tokens_per_s[0] >= m.tokens_per_s[1] && m.tokens > 20));
-    }
-
-    #[test]
-    fn divergence_is_that_of_the_distributions() {
-        let logits = |p: &[f32]| p.iter().map(|p| p.ln() + 3.0).collect::<Vec<f32>>();
-        let (p, q) = (logits(&[0.5, 0.5, 0.0]), logits(&[0.25, 0.5, 0.25]));
-        let want = 0.5 * (0.5f64 / 0.25).ln();
-        assert!((kl(&p, &q) - want).abs() < 1e-6, "{} {want}", kl(&p, &q));
-        assert!(kl(&q, &p).is_infinite() && kl(&p, &p).abs() < 1e-12);
-        assert_eq!(likeliest(&p), 0);
-        assert_eq!(likeliest(&q), 1);
     }
 
     #[test]

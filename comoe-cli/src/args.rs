@@ -10,6 +10,7 @@ use comoe_core::{Capacity, DriverKind, ExpertFormat, PolicyKind, Prefetch, Resid
 use comoe_models::{DenseFormat, KvFormat};
 
 use crate::device::DeviceChoice;
+use crate::quality::QualityArgs;
 use crate::size::parse_size;
 use crate::trace::TraceCommand;
 
@@ -45,7 +46,7 @@ pub(crate) enum Command {
     Pull(PullArgs),
     /// Write a model as one file, its experts in one format: it starts without conversion.
     Pack(PackArgs),
-    /// Compare a packed file with its checksums.
+    /// Compare a packed file with its checksums, and with the model that it was made of.
     Verify(VerifyArgs),
     /// List the families that work, and the models that are here.
     Models(ModelsArgs),
@@ -115,6 +116,8 @@ pub(crate) struct PackArgs {
     /// File to write, which must not be there yet [default: NAME-FORMAT.safetensors in this folder]
     #[arg(long, short, value_name = "FILE")]
     pub(crate) output: Option<PathBuf>,
+    #[command(flatten)]
+    pub(crate) quality: QualityArgs,
     /// Print nothing but the file's name, and errors
     #[arg(long, short)]
     pub(crate) quiet: bool,
@@ -124,6 +127,11 @@ pub(crate) struct PackArgs {
 pub(crate) struct VerifyArgs {
     /// A file that `comoe pack` wrote, or one of converted experts
     pub(crate) file: PathBuf,
+    /// The model that it was made of, to see what packing cost: its folder, its name on the hub, or a packed file
+    #[arg(long, value_name = "MODEL")]
+    pub(crate) against: Option<PathBuf>,
+    #[command(flatten)]
+    pub(crate) quality: QualityArgs,
 }
 
 #[derive(Debug, Args)]

@@ -37,6 +37,12 @@ pub(crate) enum Error {
     #[error("{}: is there already; remove it, or give another name with --output", path.display())]
     PackExists { path: PathBuf },
 
+    #[error("{}: {source}; give --evaluate a file of text", path.display())]
+    EvaluateText { path: PathBuf, source: io::Error },
+
+    #[error("--evaluate compares two models: give the one that {} was made of with --against", path.display())]
+    EvaluateAlone { path: PathBuf },
+
     #[error(
         "{}: {} from what was written: {}; pack the model again, and have the disk checked",
         path.display(),
@@ -125,6 +131,7 @@ impl Error {
             | Self::BatchPolicy { .. }
             | Self::DecodeTooMany { .. }
             | Self::PackName { .. }
+            | Self::EvaluateAlone { .. }
             | Self::Hub(crate::hub::Error::BadName { .. }) => ExitCode::from(USAGE),
             _ => ExitCode::from(FAILED),
         }

@@ -322,6 +322,23 @@ impl Bar {
         }
     }
 
+    /// Reports come from several threads, in any order.
+    pub(crate) fn comparing(&self, done: usize, total: usize) {
+        if self.bar.length() != Some(total as u64) {
+            self.bar.set_style(style("comparing {wide_bar} {pos} of {len} experts {eta:>4}"));
+            self.bar.set_length(total as u64);
+        }
+        self.bar.set_position(self.bar.position().max(done as u64));
+    }
+
+    pub(crate) fn evaluating(&self, done: u64, total: u64) {
+        if self.bar.length() != Some(total) {
+            self.bar.set_style(style("evaluating {wide_bar} {pos} of {len} tokens {eta:>4}"));
+            self.bar.set_length(total);
+        }
+        self.bar.set_position(done);
+    }
+
     /// Drawn at once: it is not known how long it takes.
     fn preparing(&self) {
         self.bar.set_style(style(

@@ -22,6 +22,7 @@ mod places;
 mod plan;
 mod predictor;
 mod pull;
+mod quality;
 mod report;
 mod sampling;
 mod size;

@@ -6,17 +6,19 @@ use std::time::Instant;
 use comoe_core::stats::human_bytes;
 use comoe_models::Progress;
 use comoe_models::load::Packer;
+use serde::Serialize;
 
 use crate::args::{Format, PackArgs};
 use crate::error::{Error, Result};
 use crate::load::{Bar, name_of_model};
 use crate::output::{Answers, say};
+use crate::quality::Quality;
 use crate::{model_path, sys};
 
-/// Writes the file, and prints its name.
+/// Writes the file, says what that cost, and prints its name.
 ///
 /// # Errors
-/// When the model cannot be read, the file is there already, or the disk has no room for it.
+/// When the model or the text to measure by cannot be read, the file is there already, or the disk has no room for it.
 pub(crate) fn run(args: &PackArgs) -> Result<()> {
     let model = model_path::find(args.model.as_deref(), args.quiet)?;
     let format = match args.format {
@@ -29,17 +31,18 @@ pub(crate) fn run(args: &PackArgs) -> Result<()> {
         None => PathBuf::from(format!("{}-{}.safetensors", plain_name(&model), packer.format())),
     };
     check_target(&file, packer.bytes()?)?;
+    // Before minutes of work.
+    if let Some(text) = &args.quality.evaluate {
+        std::fs::File::open(text).map_err(|source| Error::EvaluateText { path: text.clone(), source })?;
+    }
     let started = Instant::now();
     let bar = Bar::new();
     let report = packer.write(&file, &|done, total| bar.show(Progress::Convert { done, total }));
     bar.clear();
     let report = report?;
-    if !args.quiet {
-        let lost = report.requantisation_error.map_or_else(String::new, |e| {
-            format!("; weights that were quantised already lost {e:.1e} more (relative, root mean square)")
-        });
+    if !args.quiet && !args.quality.json {
         say!(
-            "{} experts in {} ({}) and {} of other weights and files, packed in {:.1} s{lost}",
+            "{} experts in {} ({}) and {} of other weights and files, packed in {:.1} s",
             report.experts,
             packer.format(),
             human_bytes(report.expert_bytes),
@@ -47,9 +50,38 @@ pub(crate) fn run(args: &PackArgs) -> Result<()> {
             started.elapsed().as_secs_f64()
         );
     }
+    let mut quality = Quality::new(&report.errors);
+    quality.measure((&model, packer.source_format()), &file, &args.quality)?;
     let mut out = Answers::new();
-    out.piece(&file.display().to_string());
+    if args.quality.json {
+        let packed = Packed {
+            file: &file,
+            format: packer.format().to_string(),
+            experts: report.experts,
+            expert_bytes: report.expert_bytes,
+            other_bytes: report.other_bytes,
+            quality,
+        };
+        out.piece(&serde_json::to_string(&packed).unwrap_or_default());
+    } else {
+        if !args.quiet {
+            say!("{}", quality.table());
+        }
+        out.piece(&file.display().to_string());
+    }
     out.end()
+}
+
+/// What `--json` prints.
+#[derive(Serialize)]
+struct Packed<'a> {
+    file: &'a Path,
+    format: String,
+    experts: usize,
+    expert_bytes: u64,
+    other_bytes: u64,
+    #[serde(flatten)]
+    quality: Quality,
 }
 
 /// The model's name without its organisation and what follows the name.

@@ -1,38 +1,78 @@
-//! `comoe verify`: whether a packed file is as it was written.
+//! `comoe verify`: whether a packed file is as it was written, and how far it is from what it was made of.
 
+use std::path::Path;
 use std::time::Instant;
 
 use comoe_core::stats::human_bytes;
 use comoe_core::store::PackedFile;
+use comoe_models::load::Packer;
+use serde::Serialize;
 
 use crate::args::VerifyArgs;
 use crate::error::{Error, Result};
 use crate::load::Bar;
+use crate::model_path;
 use crate::output::Answers;
+use crate::quality::Quality;
 
-/// Reads the file and prints what was compared.
+/// Reads the file, and the model that it is to be compared with, and prints what was found.
 ///
 /// # Errors
 /// For a file that is no packed one, or differs; what differs is named.
 pub(crate) fn run(args: &VerifyArgs) -> Result<()> {
+    if args.quality.evaluate.is_some() && args.against.is_none() {
+        return Err(Error::EvaluateAlone { path: args.file.clone() });
+    }
     let packed = PackedFile::open(&args.file).map_err(Error::Core)?;
     let bar = Bar::new();
     let started = Instant::now();
     let found = packed.verify(Some(&|done, total| bar.verifying(done, total)));
     bar.clear();
-    let found = found?;
+    let (found, took) = (found?, started.elapsed().as_secs_f64());
     if !found.differing.is_empty() {
         let parts = found.differing.iter().map(ToString::to_string).collect();
         return Err(Error::Differs { path: args.file.clone(), parts });
     }
+    let quality = match &args.against {
+        None => None,
+        Some(source) => {
+            let source = model_path::find(Some(source), false)?;
+            let packer = Packer::open(&source, None)?;
+            let errors = packer.errors_of(packed, &|done, total| bar.comparing(done, total));
+            bar.clear();
+            let mut quality = Quality::new(&errors?);
+            quality.measure((&source, packer.source_format()), &args.file, &args.quality)?;
+            Some(quality)
+        }
+    };
     let mut out = Answers::new();
+    if args.quality.json {
+        let file = &args.file;
+        let verified =
+            Verified { file, experts: found.experts, others: found.others, bytes: found.bytes, quality };
+        out.piece(&serde_json::to_string(&verified).unwrap_or_default());
+        return out.end();
+    }
     out.piece(&format!(
-        "{}: {} experts and {} other tensors and files as they were written, {} read in {:.1} s",
+        "{}: {} experts and {} other tensors and files as they were written, {} read in {took:.1} s",
         args.file.display(),
         found.experts,
         found.others,
         human_bytes(found.bytes),
-        started.elapsed().as_secs_f64()
     ));
+    if let Some(quality) = quality {
+        out.piece(&format!("\n{}", quality.table()));
+    }
     out.end()
+}
+
+/// What `--json` prints.
+#[derive(Serialize)]
+struct Verified<'a> {
+    file: &'a Path,
+    experts: usize,
+    others: usize,
+    bytes: u64,
+    #[serde(flatten)]
+    quality: Option<Quality>,
 }

@@ -30,6 +30,11 @@ pub(crate) trait Simd: Copy {
     fn add(self, a: Self::V, b: Self::V) -> Self::V;
     fn sub(self, a: Self::V, b: Self::V) -> Self::V;
     fn mul(self, a: Self::V, b: Self::V) -> Self::V;
+    fn div(self, a: Self::V, b: Self::V) -> Self::V;
+    /// The greater of two numbers.
+    fn max(self, a: Self::V, b: Self::V) -> Self::V;
+    /// `x` where `a > b`, else `y`; so `y` where `a` or `b` is NaN.
+    fn select_gt(self, a: Self::V, b: Self::V, x: Self::V, y: Self::V) -> Self::V;
     /// `a * b + c`
     fn fma(self, a: Self::V, b: Self::V, c: Self::V) -> Self::V;
     /// Clamps finite values.
@@ -46,6 +51,12 @@ pub(crate) trait Simd: Copy {
     fn codes(self, scale: f32) -> Self::Nibbles;
     /// Sixteen E2M1 numbers times the scale.
     fn mxfp4(self, bytes: &[u8; 8], scale: Self::Nibbles) -> Self::V;
+
+    /// Magnitudes.
+    #[inline(always)]
+    fn abs(self, v: Self::V) -> Self::V {
+        self.max(v, self.sub(self.splat(0.0), v))
+    }
 
     /// The sum of the lanes, halves onto halves.
     #[inline(always)]
@@ -149,6 +160,18 @@ impl Simd for Portable {
     #[inline(always)]
     fn mul(self, a: Self::V, b: Self::V) -> Self::V {
         map2(a, b, |a, b| a * b)
+    }
+    #[inline(always)]
+    fn div(self, a: Self::V, b: Self::V) -> Self::V {
+        map2(a, b, |a, b| a / b)
+    }
+    #[inline(always)]
+    fn max(self, a: Self::V, b: Self::V) -> Self::V {
+        map2(a, b, |a, b| if a > b { a } else { b })
+    }
+    #[inline(always)]
+    fn select_gt(self, a: Self::V, b: Self::V, x: Self::V, y: Self::V) -> Self::V {
+        std::array::from_fn(|l| if a[l] > b[l] { x[l] } else { y[l] })
     }
     #[inline(always)]
     fn fma(self, a: Self::V, b: Self::V, c: Self::V) -> Self::V {
@@ -276,6 +299,21 @@ mod x86 {
             unsafe { [_mm256_mul_ps(a[0], b[0]), _mm256_mul_ps(a[1], b[1])] }
         }
         #[inline(always)]
+        fn div(self, a: Self::V, b: Self::V) -> Self::V {
+            // SAFETY: as in `splat`.
+            unsafe { [_mm256_div_ps(a[0], b[0]), _mm256_div_ps(a[1], b[1])] }
+        }
+        #[inline(always)]
+        fn max(self, a: Self::V, b: Self::V) -> Self::V {
+            // SAFETY: as in `splat`.
+            unsafe { [_mm256_max_ps(a[0], b[0]), _mm256_max_ps(a[1], b[1])] }
+        }
+        #[inline(always)]
+        fn select_gt(self, a: Self::V, b: Self::V, x: Self::V, y: Self::V) -> Self::V {
+            // SAFETY: as in `splat`.
+            unsafe { [0, 1].map(|i| _mm256_blendv_ps(y[i], x[i], _mm256_cmp_ps::<_CMP_GT_OQ>(a[i], b[i]))) }
+        }
+        #[inline(always)]
         fn fma(self, a: Self::V, b: Self::V, c: Self::V) -> Self::V {
             // SAFETY: as in `splat`.
             unsafe { [_mm256_fmadd_ps(a[0], b[0], c[0]), _mm256_fmadd_ps(a[1], b[1], c[1])] }
@@ -390,6 +428,21 @@ mod x86 {
             unsafe { _mm512_mul_ps(a, b) }
         }
         #[inline(always)]
+        fn div(self, a: Self::V, b: Self::V) -> Self::V {
+            // SAFETY: as in `splat`.
+            unsafe { _mm512_div_ps(a, b) }
+        }
+        #[inline(always)]
+        fn max(self, a: Self::V, b: Self::V) -> Self::V {
+            // SAFETY: as in `splat`.
+            unsafe { _mm512_max_ps(a, b) }
+        }
+        #[inline(always)]
+        fn select_gt(self, a: Self::V, b: Self::V, x: Self::V, y: Self::V) -> Self::V {
+            // SAFETY: as in `splat`.
+            unsafe { _mm512_mask_blend_ps(_mm512_cmp_ps_mask::<_CMP_GT_OQ>(a, b), y, x) }
+        }
+        #[inline(always)]
         fn fma(self, a: Self::V, b: Self::V, c: Self::V) -> Self::V {
             // SAFETY: as in `splat`.
             unsafe { _mm512_fmadd_ps(a, b, c) }
@@ -476,10 +529,11 @@ pub(crate) mod tests {
             let q = s.int8(&low[1]);
             let n = s.int4(&nibbles[2], s.nibbles(0.375));
             let e = s.mxfp4(&nibbles[1], s.codes(0.125));
+            let nan = s.splat(f32::NAN);
             let mut out = Vec::new();
-            let all =
-                [x, q, n, e, s.add(x, q), s.sub(x, n), s.mul(q, n), s.clamp(q, -8.0, 7.0), s.splat(0.1)];
-            for v in all {
+            let arithmetic = [s.add(x, q), s.sub(x, n), s.mul(q, n), s.div(n, x), s.clamp(q, -8.0, 7.0)];
+            let choices = [s.max(x, q), s.abs(q), s.select_gt(x, n, q, x), s.select_gt(nan, n, q, x)];
+            for v in [x, q, n, e, s.splat(0.1)].into_iter().chain(arithmetic).chain(choices) {
                 let mut a = [0.0; LANES];
                 s.store(v, &mut a);
                 out.extend(a.map(f32::to_bits));

@@ -48,7 +48,7 @@
 //!
 //! Reading order: [`arch`] turns a `config.json` into a plan of blocks, [`load`] brings the dense weights, [`blocks`]
 //! are what layers are made of, [`Decoder`] runs them, [`generate`] is the loop around it, [`chat`] turns messages into
-//! tokens and back, [`Model`] is the door to all of it.
+//! tokens and back, [`Model`] is the door to all of it; [`evaluate`] compares two.
 
 pub mod arch;
 pub mod blocks;
@@ -63,6 +63,7 @@ mod decode_graph;
 mod decode_graph;
 mod decoder;
 pub mod error;
+pub mod evaluate;
 pub mod generate;
 #[cfg(test)]
 #[path = "../../comoe-core/src/store/gguf/writer.rs"]

@@ -179,6 +179,77 @@ fn what_cannot_be_packed_is_refused_at_once() {
     assert_eq!(names(folder.path()), ["m.safetensors"]);
 }
 
+/// The first conversations of comoe-tiny's held-out text.
+fn held_out(folder: &Path, conversations: usize) -> PathBuf {
+    let all = std::fs::read_to_string(tiny().join("../heldout.jsonl")).unwrap();
+    let some: String = all.split_inclusive('\n').take(conversations).collect();
+    let file = folder.join("text.jsonl");
+    std::fs::write(&file, some).unwrap();
+    file
+}
+
+#[test]
+fn what_packing_costs_is_measured() {
+    let folder = tempfile::tempdir().unwrap();
+    let text = held_out(folder.path(), 16);
+    let evaluate = ["--device=cpu", "--evaluate", text.to_str().unwrap(), "--json"];
+    let measured = |format: &str| {
+        let file = folder.path().join(format!("{format}.safetensors"));
+        let found = pack(&tiny(), &file, &[&["--format", format][..], &evaluate].concat()).json();
+        assert_eq!((&found["file"], &found["experts"]), (&file.to_str().unwrap().into(), &96.into()));
+        assert_eq!(found["layers"].as_array().unwrap().len(), 6);
+        let layers = found["layers"].as_array().unwrap().iter();
+        assert!(layers.clone().all(|l| l["worst_error"].as_f64() >= l["error"].as_f64()), "{found}");
+        // The file by itself, beside its source, says the same.
+        let mut command = comoe();
+        command.arg("verify").arg(&file).arg("--against").arg(tiny()).args(evaluate);
+        let again = Running::start(&mut command).finish().json();
+        assert_eq!(again["evaluation"], found["evaluation"]);
+        let (a, b) = (again["error"].as_f64().unwrap(), found["error"].as_f64().unwrap());
+        assert!((a - b).abs() <= 1e-4 * b, "{a} {b}");
+        let number = |name: &str| found["evaluation"][name].as_f64().unwrap();
+        assert!(number("tokens") > 300.0);
+        assert_eq!(found["evaluation"]["reference_format"], "bf16");
+        let more = number("perplexity") / number("reference_perplexity") - 1.0;
+        println!("{format}: error {b:.2e}, KL {:.2e}, perplexity {more:+.2e} of BF16's", number("kl"));
+        (b, number("kl"), more, number("same_choice"))
+    };
+    assert_eq!(measured("bf16"), (0.0, 0.0, 0.0, 1.0));
+    let (error, kl, more, _) = measured("int8");
+    assert!(error < 0.01 && 0.0 < kl && kl < 1e-3 && more.abs() < 1e-3, "{error} {kl} {more}");
+    let (error, kl, more, same) = measured("int4");
+    assert!(0.05 < error && error < 0.1 && 1e-4 < kl && kl < 1e-2, "{error} {kl}");
+    assert!(more.abs() < 0.02 && same > 0.98, "{more} {same}");
+}
+
+#[test]
+fn plain_text_is_measured_and_nothing_to_measure_is_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("m.safetensors");
+    // Longer than the context of the model.
+    let text = folder.path().join("text.txt");
+    std::fs::write(&text, "Once upon a time there was a cat. ".repeat(200)).unwrap();
+    let run = pack(&tiny(), &file, &["--format=int4", "--device=cpu", "--evaluate", text.to_str().unwrap()]);
+    assert_eq!(run.answer(), format!("{}\n", file.display()));
+    for said in ["int4-g64", "weights of experts", "perplexity", "KL divergence"] {
+        assert!(run.stderr.contains(said), "{said}: {}", run.stderr);
+    }
+    let against = |options: &[&str]| Running::start(comoe().arg("verify").arg(&file).args(options)).finish();
+    let (tiny, text, small) = (tiny(), text.to_str().unwrap(), model().to_str().unwrap());
+    let tiny = tiny.to_str().unwrap();
+    let run = against(&["--against", tiny]);
+    assert!(run.answer().contains("96 experts") && run.answer().contains("weights of experts"), "{run:?}");
+    against(&["--evaluate", text]).fails(2, &["--against", "m.safetensors"]);
+    against(&["--against", small]).fails(1, &["not the same model"]);
+    std::fs::write(text, "").unwrap();
+    against(&["--against", tiny, "--evaluate", text]).fails(1, &["text.txt", "nothing to measure"]);
+    std::fs::remove_file(text).unwrap();
+    against(&["--against", tiny, "--evaluate", text]).fails(1, &["text.txt"]);
+    let other = folder.path().join("other.safetensors");
+    pack(model(), &other, &["--evaluate", text]).fails(1, &["text.txt"]);
+    assert!(!other.exists(), "refused before it was packed");
+}
+
 /// A file system that is full is one whose files may not grow, but for the number of the error.
 #[cfg(unix)]
 #[test]

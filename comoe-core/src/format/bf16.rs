@@ -6,20 +6,23 @@
 use half::bf16;
 
 use super::BadValue;
+use super::loss::Loss;
 
-pub(super) fn pack_row(values: &[f32], weights: &mut [u8]) -> Result<(), BadValue> {
+pub(super) fn pack_row(values: &[f32], weights: &mut [u8]) -> Result<Loss, BadValue> {
     if let Some(bad) = BadValue::first_not_finite(values) {
         return Err(bad);
     }
     let mut overflow = false;
+    let (mut error, mut norm) = (0.0f32, 0.0f32);
     for (&v, out) in values.iter().zip(weights.as_chunks_mut::<2>().0) {
         let w = bf16::from_f32(v);
         overflow |= w.is_infinite();
         *out = w.to_le_bytes();
+        (error, norm) = (error + (v - w.to_f32()).powi(2), norm + v * v);
     }
     match values.iter().position(|&v| overflow && bf16::from_f32(v).is_infinite()) {
-        Some(col) => Err(BadValue { col, value: values[col], reason: "beyond the range of BF16" }),
-        None => Ok(()),
+        Some(at) => Err(BadValue { at, value: values[at], reason: "beyond the range of BF16" }),
+        None => Ok(Loss { error: error.into(), norm: norm.into() }),
     }
 }
 

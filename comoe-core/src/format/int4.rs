@@ -22,21 +22,11 @@ pub(super) struct Int4;
 impl Levels for Int4 {
     const LO: i32 = -8;
     const HI: i32 = 7;
-    const GRID: &'static [f32] = &[
-        -8.0, -8.25, -8.5, -8.75, -9.0, -9.25, -9.5, -7.75, -7.5, -7.25, -7.0, -6.75, -6.5, 7.0, 7.25, 7.5,
-        7.75, 8.0, 6.75, 6.5, 6.25, 6.0,
-    ];
+    const GRID: &'static [f32] = &[6.75, 7.0, 7.25, 7.5, 7.75, 8.0, 8.25, 8.5, 8.75, 9.0, 9.25, 9.5];
     const MIN_DIVISOR: f32 = 6.0;
     const MAX_DIVISOR: f32 = 9.5;
-    const BITS: usize = 4;
-
-    fn pack(q: &[i8], bytes: &mut [u8]) {
-        for (word, q) in bytes.as_chunks_mut::<4>().0.iter_mut().zip(q.as_chunks::<8>().0) {
-            let bits =
-                q.iter().zip(NIBBLE_SHIFTS).fold(0, |w, (&q, at)| w | ((i32::from(q) + 8) as u32) << at);
-            *word = bits.to_le_bytes();
-        }
-    }
+    const SHIFTS: &'static [u32] = &NIBBLE_SHIFTS;
+    const BIAS: i32 = 8;
 
     fn unpack(bytes: &[u8], scale: f32, out: &mut [f32]) {
         for (out, word) in out.chunks_mut(8).zip(bytes.as_chunks::<4>().0) {
@@ -52,15 +42,14 @@ impl Levels for Int4 {
 mod tests {
     use half::f16;
 
-    use super::*;
-    use crate::format::scale::pack_row;
+    use crate::ExpertFormat;
 
     #[test]
     fn nibbles_lie_where_the_gpu_kernels_expect_them() {
         // One scale of exactly 1, q = column - 8 for 16 columns, then 3 columns of a partly used word.
         let values: Vec<f32> = (0..16).chain([15, 0, 1]).map(|n| n as f32 - 8.0).collect();
         let (mut weights, mut scales) = ([0; 16], [0; 16]);
-        pack_row::<Int4>(&values, 32, &mut weights, &mut scales).unwrap();
+        ExpertFormat::Int4 { group: 32 }.pack_rows(&values, 19, &mut weights, &mut scales).unwrap();
         assert_eq!(f16::from_le_bytes([scales[0], scales[1]]).to_f32(), 1.0);
         let word = |j: usize| u32::from_le_bytes(weights.as_chunks::<4>().0[j]);
         for j in 0..2 {

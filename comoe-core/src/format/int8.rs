@@ -14,14 +14,11 @@ impl Levels for Int8 {
     const LO: i32 = -127;
     const HI: i32 = 127;
     const GRID: &'static [f32] =
-        &[127.0, 126.0, 125.0, 124.0, 123.0, 122.0, 121.0, 120.0, 128.0, 129.0, 130.0];
-    const MIN_DIVISOR: f32 = 120.0;
+        &[127.0, 126.0, 125.0, 124.0, 123.0, 122.0, 121.0, 120.0, 119.0, 118.0, 117.0, 116.0];
+    const MIN_DIVISOR: f32 = 115.0;
     const MAX_DIVISOR: f32 = 130.0;
-    const BITS: usize = 8;
-
-    fn pack(q: &[i8], bytes: &mut [u8]) {
-        bytes.iter_mut().zip(q).for_each(|(w, &q)| *w = q as u8);
-    }
+    const SHIFTS: &'static [u32] = &[0, 8, 16, 24];
+    const BIAS: i32 = 0;
 
     fn unpack(bytes: &[u8], scale: f32, out: &mut [f32]) {
         out.iter_mut().zip(bytes).for_each(|(v, &w)| *v = scale * f32::from(w as i8));

@@ -10,6 +10,7 @@
 mod bf16;
 mod int4;
 mod int8;
+pub(crate) mod loss;
 pub(crate) mod mxfp4;
 pub(crate) mod nibbles;
 pub mod record;
@@ -20,7 +21,8 @@ use std::str::FromStr;
 
 use self::int4::Int4;
 use self::int8::Int8;
-use self::scale::{pack_row, unpack_row};
+use self::loss::Loss;
+use self::scale::{Packed, unpack_row};
 use crate::error::{Error, Result};
 
 const ROW_ALIGN: usize = 16;
@@ -80,23 +82,42 @@ impl ExpertFormat {
         }
     }
 
-    /// Encodes one row of `values` into its weights and its scales, whose lengths are [`Self::row_bytes`] and
-    /// [`Self::scale_row_bytes`] and which are zero on entry.
-    pub(crate) fn pack_row(
-        self,
-        values: &[f32],
-        weights: &mut [u8],
-        scales: &mut [u8],
-    ) -> std::result::Result<(), BadValue> {
+    /// How many rows [`Self::pack_rows`] takes best at once.
+    pub(crate) fn rows_at_once(self, cols: usize) -> usize {
         match self {
-            Self::Bf16 => bf16::pack_row(values, weights),
-            Self::Int8 { group } => pack_row::<Int8>(values, group, weights, scales),
-            Self::Int4 { group } => pack_row::<Int4>(values, group, weights, scales),
-            Self::Mxfp4 => mxfp4::pack_row(values, weights, scales),
+            Self::Bf16 | Self::Mxfp4 => 1,
+            Self::Int8 { group } | Self::Int4 { group } => scale::rows_at_once(cols, group),
         }
     }
 
-    /// Decodes one row, the inverse of [`Self::pack_row`]; `out` is as long as the row has columns.
+    /// Encodes rows of `cols` `values` into their weights and their scales, of [`Self::row_bytes`] and
+    /// [`Self::scale_row_bytes`] each, which are zero on entry.
+    pub(crate) fn pack_rows(
+        self,
+        values: &[f32],
+        cols: usize,
+        weights: &mut [u8],
+        scales: &mut [u8],
+    ) -> std::result::Result<Loss, BadValue> {
+        let (row_bytes, scale_row_bytes) = (self.row_bytes(cols), self.scale_row_bytes(cols));
+        let mut out = Packed { weights, row_bytes, scales, scale_row_bytes };
+        type PackRow = fn(&[f32], &mut [u8], &mut [u8]) -> std::result::Result<Loss, BadValue>;
+        let pack_row: PackRow = match self {
+            Self::Int8 { group } => return scale::pack_rows::<Int8>(values, cols, group, &mut out),
+            Self::Int4 { group } => return scale::pack_rows::<Int4>(values, cols, group, &mut out),
+            Self::Bf16 => |values, weights, _| bf16::pack_row(values, weights),
+            Self::Mxfp4 => mxfp4::pack_row,
+        };
+        let mut scales = out.scales.chunks_mut(scale_row_bytes.max(1));
+        let rows = values.chunks(cols).zip(out.weights.chunks_mut(row_bytes)).enumerate();
+        rows.map(|(row, (values, weights))| {
+            pack_row(values, weights, scales.next().unwrap_or_default())
+                .map_err(|e| BadValue { at: row * cols + e.at, ..e })
+        })
+        .sum()
+    }
+
+    /// Decodes one row, the inverse of [`Self::pack_rows`]; `out` is as long as the row has columns.
     pub(crate) fn unpack_row(self, weights: &[u8], scales: &[u8], out: &mut [f32]) {
         match self {
             Self::Bf16 => bf16::unpack_row(weights, out),
@@ -114,10 +135,11 @@ impl ExpertFormat {
     }
 }
 
-/// A value of a row that a format cannot hold.
+/// A value that a format cannot hold.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct BadValue {
-    pub(crate) col: usize,
+    /// Where it is among the values that were to be packed.
+    pub(crate) at: usize,
     pub(crate) value: f32,
     pub(crate) reason: &'static str,
 }
@@ -133,8 +155,8 @@ impl BadValue {
         if !values.iter().fold(false, |any, &v| any | bad(v)) {
             return None;
         }
-        let col = values.iter().position(|&v| bad(v))?;
-        Some(Self { col, value: values[col], reason: Self::NOT_FINITE })
+        let at = values.iter().position(|&v| bad(v))?;
+        Some(Self { at, value: values[at], reason: Self::NOT_FINITE })
     }
 }
 

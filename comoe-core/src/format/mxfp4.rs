@@ -12,6 +12,7 @@
 //! keeps everything. A weight beyond `6 * 2^125` is refused.
 
 use super::BadValue;
+use super::loss::Loss;
 use crate::simd::NIBBLE_SHIFTS;
 
 /// Numbers that share an exponent.
@@ -37,14 +38,17 @@ fn nearest(a: f32) -> u32 {
     above.into_iter().map(u32::from).sum()
 }
 
-pub(super) fn pack_row(values: &[f32], weights: &mut [u8], scales: &mut [u8]) -> Result<(), BadValue> {
+pub(super) fn pack_row(values: &[f32], weights: &mut [u8], scales: &mut [u8]) -> Result<Loss, BadValue> {
     if let Some(bad) = BadValue::first_not_finite(values) {
         return Err(bad);
     }
+    let mut loss = Loss::default();
     for (g, ((values, weights), exponent)) in
         values.chunks(BLOCK).zip(weights.chunks_mut(BLOCK / 2)).zip(scales).enumerate()
     {
-        *exponent = best_exponent(values).map_err(|e| BadValue { col: g * BLOCK + e.col, ..e })?;
+        let best = best_exponent(values).map_err(|e| BadValue { at: g * BLOCK + e.at, ..e })?;
+        *exponent = best.0;
+        loss += Loss { error: best.1, norm: values.iter().map(|v| f64::from(*v).powi(2)).sum() };
         let inverse = power_of_two(254 - *exponent);
         for (word, values) in weights.as_chunks_mut::<4>().0.iter_mut().zip(values.chunks(8)) {
             let code = |v: f32| nearest(v.abs() * inverse) | (v.to_bits() >> 28 & 8);
@@ -52,17 +56,17 @@ pub(super) fn pack_row(values: &[f32], weights: &mut [u8], scales: &mut [u8]) ->
             *word = bits.to_le_bytes();
         }
     }
-    Ok(())
+    Ok(loss)
 }
 
-/// The exponent byte for a group of finite values.
-fn best_exponent(values: &[f32]) -> Result<u8, BadValue> {
-    let (col, m) = values.iter().enumerate().fold((0, 0.0f32), |(at, m), (i, v)| match v.abs() > m {
+/// The exponent byte for a group of finite values, and the squared error that it leaves.
+fn best_exponent(values: &[f32]) -> Result<(u8, f64), BadValue> {
+    let (at, m) = values.iter().enumerate().fold((0, 0.0f32), |(at, m), (i, v)| match v.abs() > m {
         true => (i, v.abs()),
         false => (at, m),
     });
     if m > 6.0 * power_of_two(MAX_EXPONENT) {
-        return Err(BadValue { col, value: values[col], reason: BadValue::TOO_LARGE });
+        return Err(BadValue { at, value: values[at], reason: BadValue::TOO_LARGE });
     }
     // Subnormal numbers have the byte 0, and so has zero.
     let first = ((m.to_bits() >> 23) as u8).saturating_sub(2);
@@ -75,9 +79,14 @@ fn best_exponent(values: &[f32]) -> Result<u8, BadValue> {
         };
         values.iter().map(off).sum::<f32>() * if exponent == first { 1.0 } else { 4.0 }
     };
-    let least = error(first);
-    let coarser = first < MAX_EXPONENT && least > 0.0 && error(first + 1) < least;
-    Ok(first + u8::from(coarser))
+    let (mut best, mut least) = (first, error(first));
+    if first < MAX_EXPONENT && least > 0.0 {
+        let coarser = error(first + 1);
+        if coarser < least {
+            (best, least) = (first + 1, coarser);
+        }
+    }
+    Ok((best, f64::from(least) * f64::from(power_of_two(first)).powi(2)))
 }
 
 pub(super) fn unpack_row(weights: &[u8], scales: &[u8], out: &mut [f32]) {

@@ -3,6 +3,7 @@
 use half::{bf16, f16};
 use rayon::prelude::*;
 
+use super::loss::Loss;
 use super::{BadValue, ExpertFormat};
 use crate::error::{Error, Result};
 use crate::expert::{ExpertLayout, MatrixLayout};
@@ -46,7 +47,7 @@ impl Weights<'_> {
     }
 
     /// Elements `from .. from + out.len()`; in place where they are F32 already.
-    fn read<'s>(&'s self, from: usize, out: &'s mut [f32]) -> &'s [f32] {
+    pub(crate) fn read<'s>(&'s self, from: usize, out: &'s mut [f32]) -> &'s [f32] {
         let n = out.len();
         match self {
             Self::F32(v) => return &v[from..from + n],
@@ -121,16 +122,16 @@ pub fn pack_expert(layout: &ExpertLayout, weights: &ExpertWeights<'_>, out: &mut
     pack_biases(layout, weights.bias.as_ref(), out)
 }
 
-/// Packs one matrix into the zeroed record `out`.
+/// Packs one matrix into the zeroed record `out`. Returns what that lost.
 pub(crate) fn pack_weights(
     part: &'static str,
     format: ExpertFormat,
     matrix: &MatrixLayout,
     weights: &Weights<'_>,
     out: &mut [u8],
-) -> Result<()> {
+) -> Result<Loss> {
     weights.check(part, matrix.rows * matrix.cols, [matrix.rows, matrix.cols])?;
-    let source = |row: usize, scratch: &mut [f32], pack: &mut PackRow<'_>| {
+    let source = |row: usize, scratch: &mut [f32], pack: &mut PackRows<'_>| {
         pack(weights.read(row * matrix.cols, scratch))
     };
     pack_matrix(part, format, matrix, source, out)
@@ -190,6 +191,16 @@ pub fn unpack_expert(layout: &ExpertLayout, record: &[u8]) -> Result<DecodedExpe
 /// # Errors
 /// As [`pack_expert`]; [`Error::BadArgument`] when the two layouts are not of the same shape.
 pub fn convert_record(from: &ExpertLayout, record: &[u8], to: &ExpertLayout, out: &mut [u8]) -> Result<()> {
+    convert_measured(from, record, to, out).map(drop)
+}
+
+/// As [`convert_record`]. Returns what was lost.
+pub(crate) fn convert_measured(
+    from: &ExpertLayout,
+    record: &[u8],
+    to: &ExpertLayout,
+    out: &mut [u8],
+) -> Result<Loss> {
     check_record(from, record.len())?;
     check_record(to, out.len())?;
     let shape = |l: &ExpertLayout| [l.gate, l.up, l.down].map(|m| (m.rows, m.cols));
@@ -202,17 +213,20 @@ pub fn convert_record(from: &ExpertLayout, record: &[u8], to: &ExpertLayout, out
     }
     if from == to {
         out.copy_from_slice(record);
-        return Ok(());
+        return Ok(Loss::default());
     }
     out.fill(0);
+    let mut loss = Loss::default();
     for (part, a, b) in
         [("gate", &from.gate, &to.gate), ("up", &from.up, &to.up), ("down", &from.down, &to.down)]
     {
-        let source = |row: usize, scratch: &mut [f32], pack: &mut PackRow<'_>| {
-            unpack_row(from.format, a, record, row, scratch);
+        let source = |row: usize, scratch: &mut [f32], pack: &mut PackRows<'_>| {
+            for (at, out) in scratch.chunks_mut(a.cols).enumerate() {
+                unpack_row(from.format, a, record, row + at, out);
+            }
             pack(scratch)
         };
-        pack_matrix(part, to.format, b, source, out)?;
+        loss += pack_matrix(part, to.format, b, source, out)?;
     }
     if let (Some(a), Some(b)) = (from.bias, to.bias) {
         for (a, b, n) in
@@ -221,7 +235,7 @@ pub fn convert_record(from: &ExpertLayout, record: &[u8], to: &ExpertLayout, out
             out[b..b + 4 * n].copy_from_slice(&record[a..a + 4 * n]);
         }
     }
-    Ok(())
+    Ok(loss)
 }
 
 /// Decodes row `row` of a matrix of `record` to `out`, `[cols]`.
@@ -231,28 +245,24 @@ pub(crate) fn unpack_row(format: ExpertFormat, m: &MatrixLayout, record: &[u8], 
     format.unpack_row(weights, scales, out);
 }
 
-type PackRow<'a> = dyn FnMut(&[f32]) -> std::result::Result<(), BadValue> + 'a;
+type PackRows<'a> = dyn FnMut(&[f32]) -> std::result::Result<Loss, BadValue> + 'a;
 
 /// Weights below which splitting a matrix over threads costs more than it gains.
 const PARALLEL_WEIGHTS: usize = 1 << 18;
 
-/// Packs the rows of one matrix into the zeroed record `out`. `source(row, scratch, pack)` hands the row's values to
-/// `pack`; `scratch` is `[cols]`.
+/// Packs the rows of one matrix into the zeroed record `out`. `source(row, scratch, pack)` hands the values of some rows,
+/// from `row` on, to `pack`, as many as `scratch` has room for.
 fn pack_matrix(
     part: &'static str,
     format: ExpertFormat,
     m: &MatrixLayout,
-    source: impl Fn(usize, &mut [f32], &mut PackRow<'_>) -> std::result::Result<(), BadValue> + Sync,
+    source: impl Fn(usize, &mut [f32], &mut PackRows<'_>) -> std::result::Result<Loss, BadValue> + Sync,
     out: &mut [u8],
-) -> Result<()> {
+) -> Result<Loss> {
     if m.rows == 0 || m.cols == 0 {
-        return Ok(());
+        return Ok(Loss::default());
     }
-    let row = |row: usize, scratch: &mut Vec<f32>, weights: &mut [u8], scales: &mut [u8]| {
-        scratch.resize(m.cols, 0.0);
-        source(row, scratch, &mut |values| format.pack_row(values, weights, scales))
-            .map_err(|e| Error::BadWeight { part, row, col: e.col, value: e.value, reason: e.reason })
-    };
+    let at_once = format.rows_at_once(m.cols);
     // Scales follow the weights of their matrix in every layout.
     let (weights, scales) = out[m.weights..].split_at_mut(if m.scale_row_bytes == 0 {
         m.rows * m.row_bytes
@@ -261,22 +271,32 @@ fn pack_matrix(
     });
     let weights = &mut weights[..m.rows * m.row_bytes];
     let scales = &mut scales[..m.rows * m.scale_row_bytes];
-    let stride = m.row_bytes;
+    let pack = |scratch: &mut Vec<f32>, first: usize, weights: &mut [u8], scales: &mut [u8]| {
+        scratch.resize(weights.len() / m.row_bytes * m.cols, 0.0);
+        source(first, scratch, &mut |values| format.pack_rows(values, m.cols, weights, scales)).map_err(|e| {
+            let (row, col) = (first + e.at / m.cols, e.at % m.cols);
+            Error::BadWeight { part, row, col, value: e.value, reason: e.reason }
+        })
+    };
     if m.rows * m.cols < PARALLEL_WEIGHTS {
         let mut scratch = Vec::new();
-        let mut scales = scales.chunks_mut(m.scale_row_bytes.max(1));
+        let mut scales = scales.chunks_mut((at_once * m.scale_row_bytes).max(1));
+        let weights = weights.chunks_mut(at_once * m.row_bytes).enumerate();
         return weights
-            .chunks_mut(stride)
-            .enumerate()
-            .try_for_each(|(r, w)| row(r, &mut scratch, w, scales.next().unwrap_or_default()));
+            .map(|(i, w)| pack(&mut scratch, i * at_once, w, scales.next().unwrap_or_default()))
+            .sum();
     }
-    let weights = weights.par_chunks_mut(stride).enumerate();
+    let weights = weights.par_chunks_mut(at_once * m.row_bytes).enumerate();
+    let add = |a, b| Ok(a + b);
     if m.scale_row_bytes == 0 {
-        weights.try_for_each_init(Vec::new, |scratch, (r, w)| row(r, scratch, w, &mut []))
+        weights
+            .map_init(Vec::new, |scratch, (i, w)| pack(scratch, i * at_once, w, &mut []))
+            .try_reduce(Loss::default, add)
     } else {
         weights
-            .zip(scales.par_chunks_mut(m.scale_row_bytes))
-            .try_for_each_init(Vec::new, |scratch, ((r, w), s)| row(r, scratch, w, s))
+            .zip(scales.par_chunks_mut(at_once * m.scale_row_bytes))
+            .map_init(Vec::new, |scratch, ((i, w), s)| pack(scratch, i * at_once, w, s))
+            .try_reduce(Loss::default, add)
     }
 }
 
@@ -285,7 +305,7 @@ fn pack_bias(part: &'static str, at: usize, n: usize, bias: &Weights<'_>, out: &
     let mut scratch = vec![0.0; n];
     let values = bias.read(0, &mut scratch);
     if let Some(e) = BadValue::first_not_finite(values) {
-        return Err(Error::BadWeight { part, row: 0, col: e.col, value: e.value, reason: e.reason });
+        return Err(Error::BadWeight { part, row: 0, col: e.at, value: e.value, reason: e.reason });
     }
     for (v, out) in values.iter().zip(out[at..at + 4 * n].as_chunks_mut::<4>().0) {
         *out = v.to_le_bytes();

@@ -7,7 +7,7 @@ use crate::expert::ExpertSpec;
 fn round_trip(format: ExpertFormat, values: &[f32]) -> Vec<f32> {
     let mut weights = vec![0; format.row_bytes(values.len())];
     let mut scales = vec![0; format.scale_row_bytes(values.len())];
-    format.pack_row(values, &mut weights, &mut scales).unwrap();
+    format.pack_rows(values, values.len(), &mut weights, &mut scales).unwrap();
     let mut out = vec![f32::NAN; values.len()];
     format.unpack_row(&weights, &scales, &mut out);
     out
@@ -80,8 +80,52 @@ fn rows() -> impl Strategy<Value = Vec<f32>> {
     )
 }
 
+/// What a matrix is packed to, the bytes of weights and scales, and what that lost.
+fn packed(format: ExpertFormat, values: &[f32], cols: usize) -> (Vec<u8>, Vec<u8>, Loss) {
+    let rows = values.len() / cols;
+    let mut weights = vec![0; rows * format.row_bytes(cols)];
+    let mut scales = vec![0; rows * format.scale_row_bytes(cols)];
+    let loss = format.pack_rows(values, cols, &mut weights, &mut scales).unwrap();
+    (weights, scales, loss)
+}
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(96))]
+
+    /// A packed file does not depend on the machine that packed it, nor a group on its neighbours in other lanes.
+    #[test]
+    fn every_vector_unit_packs_the_same_bytes(row in rows(), other in rows()) {
+        use crate::simd::{Unit, tests::WIDEST};
+        let cols = row.len();
+        let mut values = row.clone();
+        // More rows of that length, of another kind.
+        values.extend(other.iter().cycle().take(4 * cols));
+        for format in formats() {
+            let expected = packed(format, &values, cols);
+            for unit in [Unit::Portable, Unit::Avx2] {
+                WIDEST.set(unit);
+                let found = packed(format, &values, cols);
+                WIDEST.set(Unit::Avx512);
+                prop_assert!(found == expected, "{format} {unit:?}");
+            }
+            let alone = packed(format, &row, cols);
+            prop_assert!(expected.0.starts_with(&alone.0) && expected.1.starts_with(&alone.1), "{format}");
+        }
+    }
+
+    #[test]
+    fn what_is_said_to_be_lost_is_lost(row in rows()) {
+        for format in formats() {
+            let decoded = round_trip(format, &row);
+            let squares = |v: &dyn Fn(usize) -> f64| (0..row.len()).map(|i| v(i).powi(2)).sum::<f64>();
+            let error = squares(&|i| f64::from(row[i]) - f64::from(decoded[i]));
+            let norm = squares(&|i| f64::from(row[i]));
+            let loss = packed(format, &row, row.len()).2;
+            // What is below the square root of the least F32 does not show.
+            prop_assert!((loss.error - error).abs() <= 1e-4 * error + 1e-9 * norm + 1e-37, "{format}: {loss:?} {error}");
+            prop_assert!((loss.norm - norm).abs() <= 1e-4 * norm + 1e-37, "{format}: {loss:?} {norm}");
+        }
+    }
 
     #[test]
     fn errors_stay_within_the_documented_bounds(row in rows()) {
@@ -137,6 +181,43 @@ fn a_scale_among_the_least_f16_values_clips_by_no_more_than_documented() {
     let decoded = round_trip(ExpertFormat::INT4, &row);
     let lost = 6.141e-7 - f64::from(decoded[0].abs().min(decoded[1].abs()));
     assert!(lost > 0.27 * 6.141e-7 + 2f64.powi(-25), "{lost}: this row no longer shows what it is for");
+}
+
+/// The least squared error that any scale `m / t` leaves, `t` on a grid of its own, finer by far than the one in use.
+fn least_error(x: &[f32], lo: f64, hi: f64) -> f64 {
+    let m = x.iter().fold(0.0f64, |m, &v| if f64::from(v).abs() > m.abs() { f64::from(v) } else { m });
+    let divisors = (0..2000).map(|i| -hi * (0.8 + f64::from(i) * 5e-4));
+    let error = |scale: f64| {
+        x.iter().map(move |&v| {
+            let v = f64::from(v);
+            (v - scale * (v / scale).round().clamp(lo, hi)).powi(2)
+        })
+    };
+    divisors.map(|t| error(m / t).sum::<f64>()).fold(f64::INFINITY, f64::min)
+}
+
+#[test]
+fn the_scales_are_all_but_the_best_ones() {
+    let mut state = 7u64;
+    let mut uniform = || {
+        state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+        (state >> 40) as f64 / (1u64 << 24) as f64 - 0.5
+    };
+    let x: Vec<f32> = (0..6400).map(|_| (0..12).map(|_| uniform()).sum::<f64>() as f32 * 0.02).collect();
+    for (group, four, eight) in [(32, 1.002, 1.02), (64, 1.001, 1.02), (128, 1.005, 1.02)] {
+        for (format, lo, hi, most) in [
+            (ExpertFormat::Int4 { group }, -8.0, 7.0, four),
+            (ExpertFormat::Int8 { group }, -127.0, 127.0, eight),
+        ] {
+            let best: f64 = x.chunks(group).map(|x| least_error(x, lo, hi)).sum();
+            let found = packed(format, &x, x.len()).2.error;
+            assert!(
+                found <= most * best,
+                "{format}: {found} where {best} can be had, {} times",
+                found / best
+            );
+        }
+    }
 }
 
 #[test]

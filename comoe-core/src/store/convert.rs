@@ -6,8 +6,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use rayon::prelude::*;
 
+use super::errors::WeightErrors;
 use super::experts::{ExpertStore, Origin};
-use super::gather::Loss;
 use super::memory::MemorySource;
 use super::packed::{PackedFile, PackedInfo, PackedLayer, PackedTensor, sort_tensors};
 use super::packed_writer::PackedWriter;
@@ -15,10 +15,11 @@ use super::{Directory, RecordIndex};
 use crate::error::{Error, Result};
 use crate::expert::ExpertLayout;
 use crate::format::ExpertFormat;
-use crate::format::record::convert_record;
+use crate::format::loss::Loss;
+use crate::format::record::convert_measured;
 
 /// Raised when packing gives other bytes than before, so that files of older builds are not taken for its own.
-const PACKING: u32 = 1;
+const PACKING: u32 = 2;
 
 /// How [`ExpertStore::into_format_with`] works.
 #[derive(Clone, Default)]
@@ -68,11 +69,7 @@ impl ExpertStore {
         let key = self.key().map(|key| key.with(recipe.as_bytes()));
         let info = self.packed_info(format, key.map_or_else(String::new, |key| key.to_string()));
         let layouts = info.layouts();
-        let measure = format != ExpertFormat::Bf16 && self.is_quantised();
-        let loss = Mutex::new(Loss::default());
-        let directory = info.directory()?;
-        let progress = options.progress;
-        let converter = Converter { store: &self, layouts: &layouts, directory, progress, measure, loss };
+        let converter = Converter::new(&self, &layouts, info.directory()?, options.progress);
         let (origin, note) = match options.cache_dir.as_ref().filter(|_| key.is_some()) {
             None => {
                 let source = Arc::new(converter.to_memory()?);
@@ -96,10 +93,11 @@ impl ExpertStore {
                 (Origin::Packed(Arc::new(packed)), note)
             }
         };
-        let lost = converter.loss.into_inner().unwrap_or_else(PoisonError::into_inner).relative();
+        let lost = converter.losses().into_iter().sum::<Loss>().relative();
+        let requantised = format != ExpertFormat::Bf16 && self.is_quantised();
         let mut notes = self.notes;
         notes.push(note);
-        if lost > 0.0 {
+        if requantised && lost > 0.0 {
             notes.push(format!(
                 "requantised to {format}: the weights' relative error is {lost:.1e} (root mean square)"
             ));
@@ -124,17 +122,15 @@ impl ExpertStore {
         // Times of files are part of a key, and would be of the bytes.
         let info = self.packed_info(format, String::new());
         let (layouts, directory) = (info.layouts(), info.directory()?);
-        let measure = format != self.format && format != ExpertFormat::Bf16 && self.is_quantised();
-        let loss = Mutex::new(Loss::default());
-        let converter = Converter { store: self, layouts: &layouts, directory, progress, measure, loss };
+        let converter = Converter::new(self, &layouts, directory, progress);
         sort_tensors(&mut tensors);
         converter.to_file(path, &info, &tensors)?;
-        let lost = converter.loss.into_inner().unwrap_or_else(PoisonError::into_inner).relative();
+        let losses = converter.losses();
         Ok(PackReport {
             experts: converter.directory.len(),
             expert_bytes: converter.directory.total_bytes(),
             other_bytes: tensors.iter().map(|t| t.bytes.len() as u64).sum(),
-            requantisation_error: measure.then_some(lost),
+            errors: WeightErrors::of(&converter.directory, converter.layouts, &losses),
         })
     }
 
@@ -164,8 +160,8 @@ pub struct PackReport {
     pub expert_bytes: u64,
     /// Bytes of the tensors behind them.
     pub other_bytes: u64,
-    /// Root mean square of what quantised weights lost, relative to that of the weights, where they were quantised again.
-    pub requantisation_error: Option<f64>,
+    /// What the weights lost.
+    pub errors: WeightErrors,
 }
 
 /// The store at `path` if it is what `info` says, or why it is not (`None`: it is not there).
@@ -186,9 +182,8 @@ struct Converter<'a> {
     /// The records to make.
     directory: Directory,
     progress: Option<&'a (dyn Fn(usize, usize) + Sync)>,
-    /// Whether what is lost of quantised weights is of interest.
-    measure: bool,
-    loss: Mutex<Loss>,
+    /// What each record lost.
+    losses: Mutex<Vec<Loss>>,
 }
 
 /// What a thread keeps from record to record.
@@ -200,7 +195,22 @@ struct Scratch {
     values: Vec<f32>,
 }
 
-impl Converter<'_> {
+impl<'a> Converter<'a> {
+    fn new(
+        store: &'a ExpertStore,
+        layouts: &'a [ExpertLayout],
+        directory: Directory,
+        progress: Option<&'a (dyn Fn(usize, usize) + Sync)>,
+    ) -> Self {
+        let losses = Mutex::new(vec![Loss::default(); directory.len()]);
+        Self { store, layouts, directory, progress, losses }
+    }
+
+    /// What each record lost; none where nothing was converted.
+    fn losses(&self) -> Vec<Loss> {
+        self.losses.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
     fn to_memory(&self) -> Result<MemorySource> {
         let done = AtomicUsize::new(0);
         let records: Vec<Box<[u8]>> = self
@@ -239,27 +249,23 @@ impl Converter<'_> {
     fn convert(&self, record: RecordIndex, scratch: &mut Scratch, out: &mut [u8]) -> Result<()> {
         let ordinal = self.directory.ordinal_of(record);
         let layout = &self.layouts[ordinal];
-        if layout.format == self.store.format {
-            return self.store.source_ref().read(record, out);
-        }
-        match &self.store.origin {
-            Origin::Checkpoint(source) => {
-                let lost = source.pack(record, layout, self.measure, &mut scratch.values, out)?;
-                if self.measure {
-                    *self.loss.lock().unwrap_or_else(PoisonError::into_inner) += lost;
-                }
-                Ok(())
+        let lost = match &self.store.origin {
+            Origin::Checkpoint(source) => source.pack(record, layout, &mut scratch.values, out)?,
+            Origin::Packed(_) | Origin::Records(..) if layout.format == self.store.format => {
+                return self.store.source_ref().read(record, out);
             }
             Origin::Packed(_) | Origin::Records(..) => {
                 let from = self.store.layout(ordinal);
                 scratch.record.resize(from.record_bytes, 0);
                 self.store.source_ref().read(record, &mut scratch.record)?;
-                convert_record(from, &scratch.record, layout, out).map_err(|error| Error::FillFailed {
+                convert_measured(from, &scratch.record, layout, out).map_err(|error| Error::FillFailed {
                     id: self.directory.id(record),
                     reason: error.to_string(),
-                })
+                })?
             }
-        }
+        };
+        self.losses.lock().unwrap_or_else(PoisonError::into_inner)[record.0 as usize] = lost;
+        Ok(())
     }
 
     fn tell(&self, done: &AtomicUsize) {
@@ -282,7 +288,7 @@ mod tests {
     use super::super::testing::{Style, TinyMoe, all_records};
     use super::*;
     use crate::expert::ExpertId;
-    use crate::format::record::{ExpertWeights, Weights, pack_expert, unpack_expert};
+    use crate::format::record::{ExpertWeights, Weights, convert_record, pack_expert, unpack_expert};
 
     const INT4: ExpertFormat = ExpertFormat::Int4 { group: 32 };
     const INT8: ExpertFormat = ExpertFormat::Int8 { group: 32 };

@@ -15,7 +15,8 @@ use super::{Directory, RecordIndex, RecordSource, check_record_len};
 use crate::error::{Error, Result};
 use crate::expert::{ExpertId, ExpertLayout, ExpertSpec, MatrixLayout};
 use crate::format::ExpertFormat;
-use crate::format::record::{ExpertBiases, Weights, check_record, pack_biases, pack_weights, unpack_row};
+use crate::format::loss::Loss;
+use crate::format::record::{ExpertBiases, Weights, check_record, pack_biases, pack_weights};
 
 /// Element types that experts are read from.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -180,45 +181,6 @@ impl Strided {
     }
 }
 
-/// What packing lost, over the weights that were not kept exactly by design.
-#[derive(Debug, Clone, Copy, Default, PartialEq)]
-pub(super) struct Loss {
-    /// Sum of squared differences.
-    pub(super) error: f64,
-    /// Sum of squares of the weights.
-    pub(super) norm: f64,
-}
-
-impl std::ops::AddAssign for Loss {
-    fn add_assign(&mut self, other: Self) {
-        self.error += other.error;
-        self.norm += other.norm;
-    }
-}
-
-impl Loss {
-    /// Compares a packed matrix with what it was packed from.
-    fn of(format: ExpertFormat, m: &MatrixLayout, record: &[u8], values: &[f32]) -> Self {
-        let mut loss = Self::default();
-        let mut decoded = vec![0.0; m.cols];
-        for (row, values) in values.chunks(m.cols).enumerate() {
-            unpack_row(format, m, record, row, &mut decoded);
-            // A row in F32: its sums have few terms.
-            let (error, norm) = values
-                .iter()
-                .zip(&decoded)
-                .fold((0.0f32, 0.0f32), |(error, norm), (v, d)| (error + (v - d) * (v - d), norm + v * v));
-            loss += Self { error: error.into(), norm: norm.into() };
-        }
-        loss
-    }
-
-    /// Root mean square of the differences, relative to that of the weights.
-    pub(super) fn relative(&self) -> f64 {
-        if self.norm == 0.0 { 0.0 } else { (self.error / self.norm).sqrt() }
-    }
-}
-
 /// Where a matrix is, and how it is encoded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Part {
@@ -227,12 +189,12 @@ pub(super) enum Part {
 }
 
 impl Part {
-    /// Packs the matrix into its place in a zeroed record. What is lost of quantised weights is measured when asked for.
+    /// Packs the matrix into its place in a zeroed record. Returns what that lost: nothing, not even weights, where the
+    /// source's own numbers were copied.
     fn pack(
         &self,
         checkpoint: &Checkpoint,
         (name, format, m): (&'static str, ExpertFormat, &MatrixLayout),
-        measure: bool,
         scratch: &mut Vec<f32>,
         record: &mut [u8],
     ) -> Result<Loss> {
@@ -240,8 +202,7 @@ impl Part {
         let coded = match self {
             Self::Plain(matrix) => {
                 let weights = matrix.weights(checkpoint, shape, scratch);
-                pack_weights(name, format, m, &weights, record)?;
-                return Ok(Loss::default());
+                return pack_weights(name, format, m, &weights, record);
             }
             Self::Coded(coded) => coded,
         };
@@ -256,8 +217,7 @@ impl Part {
             }
         }
         coded.values(checkpoint, shape, scratch)?;
-        pack_weights(name, format, m, &Weights::F32(scratch), record)?;
-        Ok(if measure { Loss::of(format, m, record, scratch) } else { Loss::default() })
+        pack_weights(name, format, m, &Weights::F32(scratch), record)
     }
 
     /// The format whose records hold the very numbers of the source, to be copied.
@@ -347,27 +307,72 @@ impl CheckpointSource {
         Fingerprint::of(self.checkpoint.shards()).with(self.recipe.as_bytes())
     }
 
-    /// Packs a record in any format straight from the checkpoint's own precision. Returns what was lost of quantised
-    /// weights, where that is asked for.
+    /// Packs a record in any format straight from the checkpoint's own precision. Returns what that lost.
     pub(super) fn pack(
         &self,
         record: RecordIndex,
         layout: &ExpertLayout,
-        measure: bool,
         scratch: &mut Vec<f32>,
         out: &mut [u8],
     ) -> Result<Loss> {
         check_record(layout, out.len())?;
         let parts = &self.experts[record.0 as usize];
-        let packed = self.pack_parts(parts, layout, measure, scratch, out);
+        if layout.format == ExpertFormat::Bf16 && self.copy_bf16(parts, layout, out) {
+            return Ok(Loss::default());
+        }
+        let packed = self.pack_parts(parts, layout, scratch, out);
         packed.map_err(|e| self.name_part(self.directory.id(record), parts, e))
+    }
+
+    /// Copies an expert that is BF16 in the checkpoint to a BF16 record; `false`: it is not, and nothing was done.
+    fn copy_bf16(&self, parts: &ExpertParts, layout: &ExpertLayout, out: &mut [u8]) -> bool {
+        let (Part::Plain(gate), Part::Plain(up), Part::Plain(down), None) =
+            (parts.gate, parts.up, parts.down, parts.bias)
+        else {
+            return false;
+        };
+        if [gate, up, down].iter().any(|p| p.float != FloatType::Bf16) {
+            return false;
+        }
+        gate.copy_bf16(&self.checkpoint, &layout.gate, out);
+        up.copy_bf16(&self.checkpoint, &layout.up, out);
+        down.copy_bf16(&self.checkpoint, &layout.down, out);
+        // BF16 records have no scales, so the three matrices follow each other without gaps.
+        let end = layout.down.weights + layout.down.rows * layout.down.row_bytes;
+        out[end..].fill(0);
+        true
+    }
+
+    /// Calls `with` with the matrices of a record as the checkpoint has them, in F32: gate, up and down.
+    pub(super) fn values(
+        &self,
+        record: RecordIndex,
+        scratch: &mut Vec<f32>,
+        mut with: impl FnMut(usize, &[f32]),
+    ) -> Result<()> {
+        let layout = &self.layouts[self.directory.ordinal_of(record)];
+        let matrices = [&layout.gate, &layout.up, &layout.down];
+        let parts = &self.experts[record.0 as usize];
+        for (at, (part, m)) in parts.matrices().into_iter().zip(matrices).enumerate() {
+            match part {
+                Part::Coded(coded) => {
+                    coded.values(&self.checkpoint, [m.rows, m.cols], scratch)?;
+                    with(at, scratch);
+                }
+                Part::Plain(matrix) => {
+                    let weights = matrix.weights(&self.checkpoint, [m.rows, m.cols], scratch);
+                    let mut values = vec![0.0; m.rows * m.cols];
+                    with(at, weights.read(0, &mut values));
+                }
+            }
+        }
+        Ok(())
     }
 
     fn pack_parts(
         &self,
         parts: &ExpertParts,
         layout: &ExpertLayout,
-        measure: bool,
         scratch: &mut Vec<f32>,
         out: &mut [u8],
     ) -> Result<Loss> {
@@ -376,7 +381,7 @@ impl CheckpointSource {
         let mut loss = Loss::default();
         let matrices = [("gate", &layout.gate), ("up", &layout.up), ("down", &layout.down)];
         for (part, (name, m)) in parts.matrices().into_iter().zip(matrices) {
-            loss += part.pack(checkpoint, (name, layout.format, m), measure, scratch, out)?;
+            loss += part.pack(checkpoint, (name, layout.format, m), scratch, out)?;
         }
         let [mut a, mut b, mut c] = [const { Vec::new() }; 3];
         let (wide, narrow) = (layout.down.rows, layout.gate.rows);
@@ -415,24 +420,8 @@ impl RecordSource for CheckpointSource {
 
     fn read(&self, record: RecordIndex, out: &mut [u8]) -> Result<()> {
         check_record_len(&self.directory, record, out)?;
-        let parts = &self.experts[record.0 as usize];
-        let ordinal = self.directory.ordinal_of(record);
-        let layout = &self.layouts[ordinal];
-        let (Part::Plain(gate), Part::Plain(up), Part::Plain(down), None) =
-            (parts.gate, parts.up, parts.down, parts.bias)
-        else {
-            return self.pack(record, layout, false, &mut Vec::new(), out).map(drop);
-        };
-        if [gate, up, down].iter().any(|p| p.float != FloatType::Bf16) {
-            return self.pack(record, layout, false, &mut Vec::new(), out).map(drop);
-        }
-        gate.copy_bf16(&self.checkpoint, &layout.gate, out);
-        up.copy_bf16(&self.checkpoint, &layout.up, out);
-        down.copy_bf16(&self.checkpoint, &layout.down, out);
-        // BF16 records have no scales, so the three matrices follow each other without gaps.
-        let end = layout.down.weights + layout.down.rows * layout.down.row_bytes;
-        out[end..].fill(0);
-        Ok(())
+        let layout = &self.layouts[self.directory.ordinal_of(record)];
+        self.pack(record, layout, &mut Vec::new(), out).map(drop)
     }
 
     /// What lies in the files as the record has it is read; the system is told of the rest and it is gathered.

@@ -3,6 +3,7 @@
 mod checkpoint;
 mod convert;
 mod directory;
+mod errors;
 mod experts;
 mod fingerprint;
 mod gather;
@@ -29,6 +30,7 @@ mod tier;
 pub use checkpoint::{Checkpoint, Encoding, TensorView};
 pub use convert::{ConvertOptions, PackReport};
 pub use directory::{Directory, LayerEntry, RecordIndex};
+pub use errors::{LayerError, WeightErrors};
 pub use experts::ExpertStore;
 pub use gguf::{ARCHITECTURES, Ggml, GgmlType, Gguf, GgufValue};
 pub use lost_pages::exit_on_lost_pages;

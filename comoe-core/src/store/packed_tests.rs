@@ -287,7 +287,7 @@ fn tensors_and_files_lie_behind_the_records() {
 
     let files = vec![tensors[2].clone(), tensors[1].clone(), tensors[0].clone()];
     let report = store.pack(&path, store.format(), files, None).unwrap();
-    assert_eq!((report.experts, report.other_bytes, report.requantisation_error), (8, 14, None));
+    assert_eq!((report.experts, report.other_bytes, report.errors.all), (8, 14, 0.0));
     assert_eq!(report.expert_bytes, store.bytes_in(store.format()).unwrap());
     let packed = PackedFile::open(&path).unwrap();
     assert_eq!(packed.file("config.json"), Some(&b"{}"[..]));

@@ -26,7 +26,7 @@ const CONFIG: &str = "tokenizer_config.json";
 type Rendered = std::result::Result<String, minijinja::Error>;
 
 /// Who says a message.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Role {
     /// Instructions before the conversation.

@@ -4,7 +4,9 @@ use std::path::Path;
 use std::sync::Arc;
 
 use comoe_core::ExpertFormat;
-use comoe_core::store::{Checkpoint, ExpertStore, Naming, PackReport, PackedTensor, TensorRole};
+use comoe_core::store::{
+    Checkpoint, ExpertStore, Naming, PackReport, PackedFile, PackedTensor, TensorRole, WeightErrors,
+};
 
 use super::ModelFiles;
 use super::open::{checked_store, naming_of};
@@ -59,6 +61,24 @@ impl Packer {
     /// The experts' format in the file.
     pub fn format(&self) -> ExpertFormat {
         self.format
+    }
+
+    /// What the experts are read in, with nothing lost beyond that: BF16, or what keeps the checkpoint's own encoding.
+    pub fn source_format(&self) -> ExpertFormat {
+        self.store.format()
+    }
+
+    /// How far the experts of a packed file are from those of this model; see [`ExpertStore::errors_against`], which also
+    /// says what `progress` hears.
+    ///
+    /// # Errors
+    /// As [`ExpertStore::errors_against`].
+    pub fn errors_of(
+        &self,
+        file: PackedFile,
+        progress: &(dyn Fn(usize, usize) + Sync),
+    ) -> Result<WeightErrors> {
+        Ok(ExpertStore::from_packed(file).errors_against(&self.store, Some(progress))?)
     }
 
     /// Bytes of the file, its header left out.
