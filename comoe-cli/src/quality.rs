@@ -82,7 +82,7 @@ impl Quality {
         args: &QualityArgs,
     ) -> Result<()> {
         let Some(text) = &args.evaluate else { return Ok(()) };
-        let opened = device::open(args.device)?;
+        let opened = device::open(&args.device)?;
         let device = opened.device;
         let bar = Bar::new();
         let reference = Model::load(source, &device, &options(&device, format, 1)?, &|p| bar.show(p))?;
@@ -93,7 +93,8 @@ impl Quality {
             evaluate(reference.decoder(), &other, &text, &|done, total| bar.evaluating(done, total));
         bar.clear();
         let evaluation = measured?;
-        if let Some(note) = opened.note.filter(|_| !args.json) {
+        // An evaluation needs one device; of several it takes the first.
+        for note in opened.notes.iter().filter(|_| !args.json) {
             say!("note: {note}");
         }
         self.evaluation = Some(Evaluated { reference_format: format.to_string(), evaluation });
