@@ -245,15 +245,6 @@ fn ggufs() -> Vec<Seed> {
         seed("gpt-oss", &byte_level(gguf("gpt-oss", 39, (32, 17)), "gpt-4o")),
         seed("glm4moe", &byte_level(gguf("glm4moe", 30, (8, 16)), "glm4")),
         seed("k-quants", &gguf("olmoe", 12, (256, 144)).tensor("output.weight", &[1, 256], 14, vec![3; 210])),
-        // No family: lists of every type.
-        seed(
-            "lists",
-            &Writer::new("none")
-                .texts("a", &texts(&["b"]))
-                .integers("i", &[1, -2])
-                .floats("f", &[0.5])
-                .truth("t", true),
-        ),
     ]
 }
 
