@@ -47,7 +47,8 @@ fn grow(decoder: &Decoder, n: usize, graph: bool) -> (Run, usize) {
 #[test]
 #[ignore = "needs a CUDA device"]
 fn a_context_that_grows_under_a_graph_takes_slots_and_gives_them_back() {
-    let n = 960 - prompts()[0].len();
+    // Slots leave in chunks of 2 MiB: of 60 in F32 those beyond the least can give up three.
+    let n = 860 - prompts()[0].len();
     for (format, dtype, slots, driver) in [
         (None, DType::F32, 60, DriverKind::Auto),
         (None, DType::BF16, 60, DriverKind::Device),
