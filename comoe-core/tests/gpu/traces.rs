@@ -18,7 +18,9 @@ fn traces() -> Vec<PathBuf> {
     let assets = std::env::var_os("COMOE_ASSETS").map(PathBuf::from);
     let assets = assets.unwrap_or_else(|| Path::new(env!("CARGO_MANIFEST_DIR")).join("../assets"));
     let more = std::env::var_os("COMOE_TRACES").unwrap_or_default();
-    std::iter::once(assets.join("fixtures/comoe_tiny.trace")).chain(std::env::split_paths(&more)).collect()
+    // No variable is one empty path.
+    let more = std::env::split_paths(&more).filter(|path| !path.as_os_str().is_empty());
+    std::iter::once(assets.join("fixtures/comoe_tiny.trace")).chain(more).collect()
 }
 
 /// Issue 6: on every trace, with prefetch off, the device's tables after each step of a token are those of the pure
