@@ -30,10 +30,13 @@ impl Decoder {
             return Err(Error::ContextTooLarge { asked: tokens, available: most });
         }
         let wanted = (context + context / STEP).max(tokens).next_multiple_of(ROUND).min(most);
-        let grown = self.grow(kv, wanted).or_else(|e| match wanted > tokens {
-            true => self.grow(kv, tokens),
-            false => Err(e),
-        });
+        // Where slots cannot give up so much: less, but not token by token before there is no more.
+        let mut grown = self.grow(kv, wanted);
+        for less in [tokens.next_multiple_of(ROUND), tokens] {
+            if grown.is_err() && less < wanted {
+                grown = self.grow(kv, less);
+            }
+        }
         grown.map_err(|e| Error::ContextCannotGrow { context, tokens, reason: e.to_string() })
     }
 
