@@ -177,8 +177,8 @@ pub trait Backend: Send {
     /// them. Returns the bytes of the slab that are backed now. Every queue is empty.
     ///
     /// # Errors
-    /// [`Error::OutOfDeviceMemory`](crate::Error::OutOfDeviceMemory) where there is not enough; then nothing has changed.
-    /// [`Error::FixedSlots`](crate::Error::FixedSlots) where [`Self::chunks`] says why.
+    /// [`Error::OutOfDeviceMemory`] where there is not enough; then nothing has changed.
+    /// [`Error::FixedSlots`] where [`Self::chunks`] says why.
     fn set_unused(&mut self, _unused: Range<u32>) -> Result<u64> {
         let reason = self.chunks().err().unwrap_or_default();
         Err(crate::Error::FixedSlots { reason })
@@ -204,7 +204,7 @@ pub trait Backend: Send {
     /// the step.
     ///
     /// # Errors
-    /// [`Error::OutOfDeviceMemory`](crate::Error::OutOfDeviceMemory), and then nothing has changed: slots may be given up, and the
+    /// [`Error::OutOfDeviceMemory`], and then nothing has changed: slots may be given up, and the
     /// call made again.
     fn reserve(&mut self, _work: &Work<'_>) -> Result<()> {
         Ok(())
