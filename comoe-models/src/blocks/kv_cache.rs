@@ -9,7 +9,8 @@ use crate::load::KvFormat;
 use crate::memory::Held;
 
 /// What the layers keep of one sequence's tokens: keys and values, `[kv_heads, capacity, width]` each; written in
-/// place, and moved only by [`Self::set_capacity`]. Layers without keys and values keep what they need in their place.
+/// place, and moved only by [`Decoder::make_room`](crate::Decoder::make_room) and when it is cut back. Layers without keys
+/// and values keep what they need in their place.
 #[derive(Debug)]
 pub struct KvCache {
     layers: Vec<LayerKv>,
