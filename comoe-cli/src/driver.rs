@@ -41,18 +41,21 @@ macro_rules! functions {
 }
 
 functions! {
-    cuCtxDestroy_v2 cuCtxEnablePeerAccess cuCtxGetCurrent cuCtxGetStreamPriorityRange cuCtxSetCurrent cuCtxSynchronize cuDeviceGet
-    cuDeviceGetAttribute cuDeviceGetCount cuDeviceGetDefaultMemPool cuDeviceGetName cuDeviceGetPCIBusId
-    cuDeviceCanAccessPeer cuDevicePrimaryCtxRelease_v2 cuDevicePrimaryCtxRetain cuDriverGetVersion cuEventCreate cuEventDestroy_v2
-    cuEventElapsedTime_v2 cuEventQuery cuEventRecord cuEventRecordWithFlags cuEventSynchronize
-    cuFuncSetAttribute cuGetErrorName cuGetErrorString cuGetProcAddress_v2 cuGraphDestroy cuGraphExecDestroy
-    cuGraphGetNodes cuGraphInstantiateWithFlags cuGraphLaunch cuGraphUpload cuInit cuLaunchHostFunc
-    cuLaunchKernel cuLaunchKernelEx cuMemAllocAsync cuMemAlloc_v2 cuMemFreeAsync cuMemFreeHost cuMemFree_v2
-    cuMemGetInfo_v2 cuMemHostAlloc cuMemHostGetDevicePointer_v2 cuMemHostRegister_v2 cuMemHostUnregister
-    cuMemPoolSetAttribute cuMemcpyDtoDAsync_v2 cuMemcpyDtoHAsync_v2 cuMemcpyDtoH_v2 cuMemcpyHtoDAsync_v2
-    cuMemcpyHtoD_v2 cuMemcpyPeerAsync cuMemsetD8Async cuModuleGetFunction cuModuleLoad cuModuleLoadData
-    cuModuleUnload cuStreamBeginCapture_v2 cuStreamCreate cuStreamCreateWithPriority cuStreamDestroy_v2
-    cuStreamEndCapture cuStreamIsCapturing cuStreamSynchronize cuStreamWaitEvent
+    cuCtxDestroy_v2 cuCtxEnablePeerAccess cuCtxGetCurrent cuCtxGetStreamPriorityRange cuCtxSetCurrent
+    cuCtxSynchronize cuDeviceCanAccessPeer cuDeviceGet cuDeviceGetAttribute cuDeviceGetCount
+    cuDeviceGetDefaultMemPool cuDeviceGetName cuDeviceGetPCIBusId cuDevicePrimaryCtxRelease_v2
+    cuDevicePrimaryCtxRetain cuDriverGetVersion cuEventCreate cuEventDestroy_v2 cuEventElapsedTime_v2
+    cuEventQuery cuEventRecord cuEventRecordWithFlags cuEventSynchronize cuFuncSetAttribute cuGetErrorName
+    cuGetErrorString cuGetProcAddress_v2 cuGraphDestroy cuGraphExecDestroy cuGraphGetNodes
+    cuGraphInstantiateWithFlags cuGraphLaunch cuGraphUpload cuInit cuLaunchHostFunc cuLaunchKernel
+    cuLaunchKernelEx cuMemAddressFree cuMemAddressReserve cuMemAlloc_v2 cuMemAllocAsync cuMemcpyDtoDAsync_v2
+    cuMemcpyDtoH_v2 cuMemcpyDtoHAsync_v2 cuMemcpyHtoD_v2 cuMemcpyHtoDAsync_v2 cuMemcpyPeerAsync cuMemCreate
+    cuMemFree_v2 cuMemFreeAsync cuMemFreeHost cuMemGetAllocationGranularity cuMemGetInfo_v2 cuMemHostAlloc
+    cuMemHostGetDevicePointer_v2 cuMemHostRegister_v2 cuMemHostUnregister cuMemMap cuMemPoolGetAttribute
+    cuMemPoolSetAttribute cuMemPoolTrimTo cuMemRelease cuMemSetAccess cuMemsetD8Async cuMemUnmap
+    cuModuleGetFunction cuModuleLoad cuModuleLoadData cuModuleUnload cuStreamBeginCapture_v2 cuStreamCreate
+    cuStreamCreateWithPriority cuStreamDestroy_v2 cuStreamEndCapture cuStreamIsCapturing cuStreamSynchronize
+    cuStreamWaitEvent
 }
 
 /// Loads the driver's library, if it is there. Called before anything else.
