@@ -281,14 +281,10 @@ impl Pool {
 
     /// Forgets `record`, whose fill has failed: its slot is free again.
     pub fn forget(&mut self, record: RecordIndex) {
-        let Some(slot) = self.slot_of[record.0 as usize].take() else { return };
-        let Slot { state, home } = &mut self.slots[slot.0 as usize];
-        *state = SlotState::Free;
-        match *home {
-            Home::Partition(p) => {
-                self.partitions[p].policy.remove(record);
-                self.partitions[p].free.push(slot);
-            }
+        let Some(slot) = self.slot_of[record.0 as usize] else { return };
+        self.empty(slot);
+        match self.slots[slot.0 as usize].home {
+            Home::Partition(p) => self.partitions[p].free.push(slot),
             Home::Staging => {
                 self.staged.retain(|&r| r != record);
                 self.staging_free.push(slot);

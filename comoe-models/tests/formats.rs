@@ -1,27 +1,22 @@
 //! Dense weights in INT8 on the CPU: the error stated, the same bits for every slot count, and every family.
 
 mod distance;
+mod files;
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::{Arc, Mutex};
 
-use candle_core::{DType, Device, Tensor};
+use candle_core::{DType, Device};
 use comoe_core::store::{Checkpoint, Naming};
 use comoe_core::trace::{Routed, RoutingObserver};
 use comoe_core::{CacheOptions, Capacity, Scope};
 use comoe_models::blocks::int8::Int8Layout;
+use comoe_models::evaluate::divergence;
 use comoe_models::load::{ConfigFile, DenseWeights};
 use comoe_models::{Decoder, DenseFormat, LoadOptions, arch};
 
-use distance::{divergence, largest_difference, logits};
-
-fn checkout(name: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("..").join(name)
-}
-
-fn tiny() -> PathBuf {
-    checkout("assets/comoe-tiny")
-}
+use distance::{largest_difference, logits};
+use files::{Family, families, prompts, tiny};
 
 fn open(folder: &Path, options: &LoadOptions) -> Decoder {
     Decoder::open(folder, &Device::Cpu, options, &|_| {})
@@ -30,16 +25,6 @@ fn open(folder: &Path, options: &LoadOptions) -> Decoder {
 
 fn int8() -> LoadOptions {
     LoadOptions { dense: DenseFormat::Int8, ..LoadOptions::default() }
-}
-
-/// The golden prompts of comoe-tiny.
-fn prompts() -> Vec<Vec<u32>> {
-    let text = std::fs::read_to_string(checkout("assets/fixtures/comoe_tiny_logits.json")).unwrap();
-    let meta: serde_json::Value = serde_json::from_str(&text).unwrap();
-    let ids = |p: &serde_json::Value| {
-        p["ids"].as_array().unwrap().iter().map(|id| id.as_u64().unwrap() as u32).collect()
-    };
-    meta["prompts"].as_array().unwrap().iter().map(ids).collect()
 }
 
 /// The experts of every token, by layer, in one pass.
@@ -129,21 +114,14 @@ fn bits_do_not_depend_on_the_slots() {
 
 #[test]
 fn every_family_gives_the_same_logits_however_the_tokens_come() {
-    let folders = std::fs::read_dir(checkout("comoe-models/tests/fixtures")).unwrap();
-    let mut folders: Vec<_> = folders.map(|e| e.unwrap().path()).collect();
-    folders.retain(|folder| folder.join("golden.safetensors").exists());
-    assert!(folders.len() >= 20, "{folders:?}");
-    for folder in folders {
-        let golden = candle_core::safetensors::load(folder.join("golden.safetensors"), &Device::Cpu).unwrap();
-        let ids: Vec<u32> = golden["ids"].to_dtype(DType::U32).unwrap().to_vec1().unwrap();
+    for Family { name, folder, ids, logits: plain } in families() {
         let decoder = open(&folder, &int8());
         let whole = logits(&decoder, &ids, ids.len());
         let by_one = largest_difference(&whole, &logits(&decoder, &ids, 1));
-        let flat = |t: &Tensor| t.to_dtype(DType::F32).unwrap().to_vec2::<f32>().unwrap();
-        let off = largest_difference(&whole, &flat(&golden["logits"]));
-        println!("{}: {by_one:.1e} one by one, {off:.1e} from the plain model", folder.display());
-        assert!(by_one < 1e-4, "{}: {by_one}", folder.display());
-        assert!(off > 1e-4, "{}: nothing is in INT8", folder.display());
+        let off = largest_difference(&whole, &plain);
+        println!("{name}: {by_one:.1e} one by one, {off:.1e} from the plain model");
+        assert!(by_one < 1e-4, "{name}: {by_one}");
+        assert!(off > 1e-4, "{name}: nothing is in INT8");
     }
 }
 

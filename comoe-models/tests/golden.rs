@@ -1,6 +1,8 @@
 //! Logits against Hugging Face transformers: the models under `fixtures/`, made by `fixtures/make.py`.
 
-use std::path::{Path, PathBuf};
+mod files;
+
+use std::path::Path;
 use std::sync::Arc;
 
 use candle_core::{DType, Device, Tensor};
@@ -10,17 +12,10 @@ use comoe_models::load::{ConfigFile, DenseWeights};
 use comoe_models::{Decoder, LoadOptions, Rows, arch};
 use serde_json::Value;
 
+use files::fixtures;
+
 /// Weights are BF16, arithmetic is F32 on both sides.
 const TOLERANCE: f32 = 1e-4;
-
-/// The folders with golden files, by name.
-fn fixtures() -> Vec<PathBuf> {
-    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures");
-    let entries = std::fs::read_dir(root).unwrap().map(|e| e.unwrap().path());
-    let mut folders: Vec<_> = entries.filter(|p| p.join("golden.safetensors").exists()).collect();
-    folders.sort();
-    folders
-}
 
 fn name(folder: &Path) -> String {
     folder.file_name().unwrap().to_string_lossy().into_owned()

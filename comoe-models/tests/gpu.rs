@@ -12,6 +12,8 @@ mod elastic;
 mod exactness;
 #[path = "gpu/failures.rs"]
 mod failures;
+#[path = "files/mod.rs"]
+mod files;
 #[path = "gpu/formats.rs"]
 mod formats;
 #[path = "gpu/graph.rs"]

@@ -2,25 +2,20 @@
 //! for every slot count, and every family.
 
 mod distance;
+mod files;
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
-use candle_core::{DType, Device, Tensor};
+use candle_core::{Device, Tensor};
 use comoe_core::{CacheOptions, Capacity, Scope};
 use comoe_models::arch::MixerPlan;
 use comoe_models::blocks::kv_cache::KvCache;
+use comoe_models::evaluate::{divergence, likeliest};
 use comoe_models::{Decoder, Error, KvFormat, LoadOptions, Rows};
 use half::f16;
 
-use distance::{divergence, largest_difference, logits};
-
-fn checkout(name: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("..").join(name)
-}
-
-fn tiny() -> PathBuf {
-    checkout("assets/comoe-tiny")
-}
+use distance::{largest_difference, logits};
+use files::{Family, families, prompts, tiny};
 
 fn open(folder: &Path, options: &LoadOptions) -> Decoder {
     Decoder::open(folder, &Device::Cpu, options, &|_| {})
@@ -31,30 +26,6 @@ fn int8() -> LoadOptions {
     LoadOptions { kv: KvFormat::Int8, ..LoadOptions::default() }
 }
 
-/// The golden prompts of comoe-tiny.
-fn prompts() -> Vec<Vec<u32>> {
-    let text = std::fs::read_to_string(checkout("assets/fixtures/comoe_tiny_logits.json")).unwrap();
-    let meta: serde_json::Value = serde_json::from_str(&text).unwrap();
-    let ids = |p: &serde_json::Value| {
-        p["ids"].as_array().unwrap().iter().map(|id| id.as_u64().unwrap() as u32).collect()
-    };
-    meta["prompts"].as_array().unwrap().iter().map(ids).collect()
-}
-
-/// Every family's small model, with tokens for it.
-fn families() -> Vec<(String, PathBuf, Vec<u32>)> {
-    let folders = std::fs::read_dir(checkout("comoe-models/tests/fixtures")).unwrap();
-    let mut folders: Vec<_> = folders.map(|e| e.unwrap().path()).collect();
-    folders.retain(|folder| folder.join("golden.safetensors").exists());
-    assert!(folders.len() >= 20, "{folders:?}");
-    let family = |folder: PathBuf| {
-        let golden = candle_core::safetensors::load(folder.join("golden.safetensors"), &Device::Cpu).unwrap();
-        let ids = golden["ids"].to_dtype(DType::U32).unwrap().to_vec1().unwrap();
-        (folder.file_name().unwrap().to_string_lossy().into_owned(), folder, ids)
-    };
-    folders.into_iter().map(family).collect()
-}
-
 fn bits(rows: Vec<Vec<f32>>) -> Vec<u32> {
     rows.into_iter().flatten().map(f32::to_bits).collect()
 }
@@ -63,8 +34,7 @@ fn bits(rows: Vec<Vec<f32>>) -> Vec<u32> {
 fn apart(want: &[Vec<f32>], have: &[Vec<f32>]) -> ([f64; 2], usize) {
     let divergences: Vec<f64> = want.iter().zip(have).map(|(p, q)| divergence(p, q)).collect();
     let mean = divergences.iter().sum::<f64>() / divergences.len() as f64;
-    let best = |row: &[f32]| (0..row.len()).max_by(|a, b| row[*a].total_cmp(&row[*b])).unwrap();
-    let same = want.iter().zip(have).filter(|(a, b)| best(a) == best(b)).count();
+    let same = want.iter().zip(have).filter(|(a, b)| likeliest(a) == likeliest(b)).count();
     ([mean, divergences.iter().fold(0.0, |m, d| m.max(*d))], same)
 }
 
@@ -121,7 +91,7 @@ fn bits_do_not_depend_on_the_slots() {
 
 #[test]
 fn a_cache_that_is_cut_back_goes_on_as_a_fresh_one() {
-    for (name, folder, ids) in families() {
+    for Family { name, folder, ids, .. } in families() {
         let decoder = open(&folder, &int8());
         let run = |astray: &[u32]| {
             let mut kv = decoder.new_kv().unwrap();
@@ -141,7 +111,7 @@ fn a_cache_that_is_cut_back_goes_on_as_a_fresh_one() {
 
 #[test]
 fn every_family_says_what_is_in_int8() {
-    for (name, folder, ids) in families() {
+    for Family { name, folder, ids, .. } in families() {
         let (plain, packed) = (open(&folder, &LoadOptions::default()), open(&folder, &int8()));
         let layers = &packed.plan().layers;
         let attends = layers.iter().filter(|l| matches!(l.mixer, MixerPlan::Attention(_))).count();

@@ -1,17 +1,13 @@
 //! What a model is planned to take is what it takes, for every family.
 
-use std::path::{Path, PathBuf};
+mod files;
 
 use candle_core::Device;
 use comoe_core::plan::Room;
 use comoe_core::{CacheOptions, Capacity, ExpertFormat};
 use comoe_models::{Decoder, DenseFormat, LoadOptions, ModelPlan, Target};
 
-fn fixtures() -> Vec<PathBuf> {
-    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures");
-    let entries = std::fs::read_dir(root).unwrap().map(|e| e.unwrap().path());
-    entries.filter(|p| p.join("golden.safetensors").exists()).collect()
-}
+use files::fixtures;
 
 const CPU: Target = Target { on_gpu: false, batch: 1 };
 

@@ -14,8 +14,9 @@ use comoe_core::{
     CacheOptions, Capacity, CudaOptions, ExpertCache, ExpertFormat, ExpertLayout, ExpertSpec, ExpertStore,
     PolicyKind, Result, cuda_device,
 };
-use cudarc::driver::{result, sys};
+use cudarc::driver::result;
 
+use crate::capture::captured;
 use crate::conformance::{Experts, Noise};
 
 const LAYERS: usize = 48;
@@ -143,11 +144,7 @@ fn timing_of_device_driven_decode() {
             token();
             let stream = cuda.cuda_stream();
             stream.synchronize().expect("warm");
-            let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
-            stream.begin_capture(mode).expect("capture");
-            token();
-            let flags = sys::CUgraphInstantiate_flags::CUDA_GRAPH_INSTANTIATE_FLAG_AUTO_FREE_ON_LAUNCH;
-            let graph = stream.end_capture(flags).expect("capture").expect("a graph");
+            let (graph, ()) = captured(&device, token);
             let replay = |steps: std::ops::Range<usize>| {
                 let start = Instant::now();
                 for step in steps {

@@ -5,6 +5,7 @@
 #![cfg(feature = "cuda")]
 
 mod backend;
+mod capture;
 mod case;
 #[path = "../conformance/mod.rs"]
 mod conformance;

@@ -9,12 +9,12 @@ use comoe_core::backend::cuda::Faults;
 use comoe_core::backend::{Backend, DriverKind};
 use comoe_core::store::RecordSource;
 use comoe_core::{
-    CacheOptions, Capacity, CudaOptions, Error, ExpertCache, ExpertFormat, ExpertSpec, PeerAccess, Result,
-    Rules, cuda_device, cuda_device_count,
+    CacheOptions, Capacity, CudaOptions, Error, ExpertCache, ExpertFormat, ExpertSpec, PeerAccess, Rules,
+    cuda_device, cuda_device_count,
 };
-use cudarc::driver::sys;
 
 use crate::backend::{backend, cache, device, same, with_faults};
+use crate::capture::{captured, through};
 use crate::conformance::{self, Experts, Make, Noise, Several};
 use crate::device::driven;
 
@@ -85,7 +85,6 @@ fn a_captured_token_goes_over_all_devices() {
     const TOP_K: usize = 3;
     for (what, devices, peer_access) in settings() {
         let device = &devices[0];
-        let cuda = device.as_cuda_device().expect("cuda");
         for (format, hidden, first, others) in [
             (ExpertFormat::INT4, 256, 16, 16),
             (ExpertFormat::INT4, 256, 5, 14),
@@ -104,13 +103,7 @@ fn a_captured_token_goes_over_all_devices() {
             let weights = Tensor::from_vec(vec![0.5f32, 0.3, 0.2], (1, TOP_K), device).expect("weights");
             let ids: Vec<Tensor> =
                 (0..LAYERS).map(|_| Tensor::zeros((1, TOP_K), DType::U32, device).expect("ids")).collect();
-            let steps = |cache: &ExpertCache| -> Result<Tensor> {
-                let mut y = x.clone();
-                for (layer, ids) in ids.iter().enumerate() {
-                    y = cache.layer(layer).forward(&y, ids, &weights)?;
-                }
-                Ok(y)
-            };
+            let steps = |cache: &ExpertCache| through(cache, &x, &ids, &weights);
             let put = |noise: &mut Noise| {
                 for ids in &ids {
                     let from = noise.below(16) as u32;
@@ -122,14 +115,9 @@ fn a_captured_token_goes_over_all_devices() {
             put(&mut noise);
             few.run_token(1, TOP_K, || steps(&few)).expect("a token");
             few.flush().expect("a token");
-            let stream = cuda.cuda_stream();
             let mut token = few.begin_token(1, TOP_K).expect("a token");
             assert!(token.is_on_device());
-            let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
-            stream.begin_capture(mode).expect("capture");
-            let y = steps(&few).expect("captured");
-            let flags = sys::CUgraphInstantiate_flags::CUDA_GRAPH_INSTANTIATE_FLAG_AUTO_FREE_ON_LAUNCH;
-            let graph = stream.end_capture(flags).expect("capture").expect("a graph");
+            let (graph, y) = captured(device, || steps(&few).expect("captured"));
             for round in 0..150 {
                 put(&mut noise);
                 let want =

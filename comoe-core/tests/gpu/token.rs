@@ -3,10 +3,10 @@
 use candle_core::{DType, Device, Tensor};
 use comoe_core::backend::DriverKind;
 use comoe_core::store::RecordIndex;
-use comoe_core::{CudaOptions, Error, ExpertCache, ExpertFormat, ExpertSpec, Result, Rules, TokenOutcome};
-use cudarc::driver::sys;
+use comoe_core::{CudaOptions, Error, ExpertCache, ExpertFormat, ExpertSpec, Rules, TokenOutcome};
 
 use crate::backend::{backend, cache, device, options, same};
+use crate::capture::{captured, through};
 use crate::conformance::{self, Experts, Noise};
 use crate::device::driven;
 
@@ -38,7 +38,6 @@ fn tokens_run_again_until_all_is_there() {
 fn a_captured_token_runs_again_and_a_broken_transfer_names_the_expert() {
     const LAYERS: usize = 3;
     let device = device();
-    let cuda = device.as_cuda_device().expect("cuda");
     let experts = Experts::random(ExpertSpec::swiglu(64, 48), ExpertFormat::INT4, LAYERS, 8, 4);
     let resident =
         cache(&experts, &device, driven(24, 2, DriverKind::Host), &CudaOptions::default(), Rules::default());
@@ -55,13 +54,7 @@ fn a_captured_token_runs_again_and_a_broken_transfer_names_the_expert() {
     let weights = Tensor::from_vec(vec![0.75f32, 0.25], (1, 2), &device).expect("weights");
     let ids: Vec<Tensor> =
         (0..LAYERS).map(|_| Tensor::zeros((1, 2), DType::U32, &device).expect("ids")).collect();
-    let steps = |cache: &ExpertCache| -> Result<Tensor> {
-        let mut y = x.clone();
-        for (layer, ids) in ids.iter().enumerate() {
-            y = cache.layer(layer).forward(&y, ids, &weights)?;
-        }
-        Ok(y)
-    };
+    let steps = |cache: &ExpertCache| through(cache, &x, &ids, &weights);
     let put = |noise: &mut Noise| {
         for ids in &ids {
             let first = noise.below(8) as u32;
@@ -72,14 +65,9 @@ fn a_captured_token_runs_again_and_a_broken_transfer_names_the_expert() {
     };
     put(&mut noise);
     few.run_token(1, 2, || steps(&few)).expect("a token");
-    let stream = cuda.cuda_stream();
     let mut token = few.begin_token(1, 2).expect("a token");
     assert!(token.is_on_device());
-    let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
-    stream.begin_capture(mode).expect("capture");
-    let y = steps(&few).expect("captured");
-    let flags = sys::CUgraphInstantiate_flags::CUDA_GRAPH_INSTANTIATE_FLAG_AUTO_FREE_ON_LAUNCH;
-    let graph = stream.end_capture(flags).expect("capture").expect("a graph");
+    let (graph, y) = captured(&device, || steps(&few).expect("captured"));
     let (mut runs, mut tokens) = (0, 0);
     for round in 0..200 {
         put(&mut noise);

@@ -378,16 +378,21 @@ mod tests {
         y.flatten_from(1).unwrap()
     }
 
-    #[test]
-    fn both_attentions_agree_with_the_plain_one_over_cache_views() {
-        let capacity = 90;
-        for (mask, sinks) in [
+    /// Over six heads.
+    fn attends() -> [Attend; 4] {
+        [
             (Mask::Causal, None),
             (Mask::Causal, Some(random(&[6], 9))),
             (Mask::Sliding(7), Some(random(&[6], 9))),
             (Mask::Chunked(8), None),
-        ] {
-            let a = Attend::new(0.25, mask, sinks).unwrap();
+        ]
+        .map(|(mask, sinks)| Attend::new(0.25, mask, sinks).unwrap())
+    }
+
+    #[test]
+    fn both_attentions_agree_with_the_plain_one_over_cache_views() {
+        let capacity = 90;
+        for a in attends() {
             for (tokens, position) in [(1, 0), (1, 60), (3, 7), (4, 0), (30, 0), (25, 50)] {
                 let seen = position + tokens;
                 let q = random(&[6, tokens, 16], 1);
@@ -408,13 +413,7 @@ mod tests {
     #[test]
     fn attention_over_int8_is_that_over_its_numbers() {
         let (kv_heads, capacity) = (2, 90);
-        for (mask, sinks) in [
-            (Mask::Causal, None),
-            (Mask::Causal, Some(random(&[6], 9))),
-            (Mask::Sliding(7), Some(random(&[6], 9))),
-            (Mask::Chunked(8), None),
-        ] {
-            let a = Attend::new(0.25, mask, sinks).unwrap();
+        for a in attends() {
             for (tokens, position) in [(1, 0), (1, 60), (3, 7), (4, 0), (30, 0), (25, 50)] {
                 let seen = position + tokens;
                 let q = random(&[6, tokens, 16], 1);

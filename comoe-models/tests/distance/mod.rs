@@ -17,13 +17,3 @@ pub(crate) fn largest_difference(a: &[Vec<f32>], b: &[Vec<f32>]) -> f32 {
     let pairs = a.iter().flatten().zip(b.iter().flatten());
     pairs.fold(0.0, |worst, (a, b)| if (a - b).is_nan() { f32::INFINITY } else { worst.max((a - b).abs()) })
 }
-
-/// `KL(p || q)` of the next token, in nats.
-pub(crate) fn divergence(p: &[f32], q: &[f32]) -> f64 {
-    let log_softmax = |logits: &[f32]| -> Vec<f64> {
-        let most = logits.iter().fold(f32::NEG_INFINITY, |m, l| m.max(*l));
-        let sum: f64 = logits.iter().map(|l| f64::from(l - most).exp()).sum();
-        logits.iter().map(|l| f64::from(l - most) - sum.ln()).collect()
-    };
-    log_softmax(p).iter().zip(log_softmax(q)).map(|(p, q)| p.exp() * (p - q)).sum()
-}

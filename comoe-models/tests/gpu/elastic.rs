@@ -4,8 +4,9 @@ use candle_core::DType;
 use comoe_core::{CacheOptions, Capacity, DriverKind, ExpertFormat};
 use comoe_models::{Decoder, DeviceSteps, LoadOptions, Rows};
 
+use crate::files::prompts;
 use crate::graph::{Run, drawn, kept, open, same};
-use crate::tiny::{converted, prompts};
+use crate::tiny::converted;
 
 /// `n` tokens of one sequence that grows as it goes, from its planned context on, and is then cut back.
 fn grow(decoder: &Decoder, n: usize, graph: bool) -> (Run, usize) {

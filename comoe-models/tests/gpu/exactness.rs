@@ -8,9 +8,10 @@ use candle_core::{DType, Tensor};
 use comoe_core::{CacheOptions, Capacity, DriverKind, ExpertFormat, Prefetch, Scope};
 use comoe_models::{Decoder, DeviceSteps, Error, LoadOptions, Rows};
 
+use crate::files::{prompts, tiny};
 use crate::graph::{drawn, kept};
 use crate::synthetic;
-use crate::tiny::{GPU, prompts, tiny};
+use crate::tiny::GPU;
 
 /// A model, prompts for it, and how it is opened where nothing else is said.
 struct Case {

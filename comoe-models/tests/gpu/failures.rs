@@ -12,7 +12,8 @@ use comoe_core::trace::{Routed, RoutingObserver};
 use comoe_core::{CacheOptions, Capacity, DriverKind};
 use comoe_models::{Error, Event, GenerateOptions, Generation, LoadOptions, Model, Session};
 
-use crate::tiny::{GPU, prompts, tiny};
+use crate::files::{prompts, tiny};
+use crate::tiny::GPU;
 
 const TOKENS: usize = 30;
 

@@ -5,11 +5,13 @@ use candle_core::{DType, Device, Tensor};
 use comoe_core::{CacheOptions, Capacity};
 use comoe_models::blocks::int8::{pack_int8, unpack_int8};
 use comoe_models::blocks::int8_matrix::{Expand, Int8Matrix};
+use comoe_models::evaluate::divergence;
 use comoe_models::{Decoder, DenseFormat, LoadOptions};
 
-use crate::distance::{divergence, largest_difference, logits};
+use crate::distance::{largest_difference, logits};
+use crate::files::{Family, families, prompts, tiny};
 use crate::graph::{decode, drawn, same};
-use crate::tiny::{Family, GPU, families, prompts, tiny};
+use crate::tiny::GPU;
 
 fn open(device: &Device, options: &LoadOptions) -> Decoder {
     Decoder::open(&tiny(), device, options, &|_| {}).expect("comoe-tiny loads")

@@ -10,7 +10,8 @@ use comoe_models::{
     SamplerOptions, Session,
 };
 
-use crate::tiny::{Family, GPU, converted, families, prompts, tiny};
+use crate::files::{Family, families, prompts, tiny};
+use crate::tiny::{GPU, converted};
 
 /// Tokens that follow a prompt.
 pub(crate) struct Run {

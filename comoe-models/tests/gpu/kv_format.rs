@@ -5,12 +5,14 @@ use candle_core::{DType, Device, Tensor};
 use comoe_core::{CacheOptions, Capacity};
 use comoe_models::blocks::int8_rows::Int8Rows;
 use comoe_models::blocks::kv_cache::KvCache;
+use comoe_models::evaluate::divergence;
 use comoe_models::{Decoder, DeviceSteps, Error, KvFormat, LoadOptions, Rows, SamplerOptions};
 use half::f16;
 
-use crate::distance::{divergence, largest_difference, logits};
+use crate::distance::{largest_difference, logits};
+use crate::files::{Family, families, prompts, tiny};
 use crate::graph::{decode, drawn, same};
-use crate::tiny::{Family, GPU, families, prompts, tiny};
+use crate::tiny::GPU;
 
 fn open(device: &Device, options: &LoadOptions) -> Decoder {
     Decoder::open(&tiny(), device, options, &|_| {}).expect("comoe-tiny loads")

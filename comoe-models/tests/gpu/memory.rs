@@ -5,7 +5,8 @@ use std::ops::ControlFlow;
 use comoe_core::{CacheOptions, Capacity};
 use comoe_models::{GenerateOptions, LoadOptions, Model};
 
-use crate::tiny::{GPU, tiny};
+use crate::files::tiny;
+use crate::tiny::GPU;
 
 /// comoe-tiny within a limit: owners that are known to the byte are what was planned, buffers of decode steps are no more
 /// than planned and no less than half, and nothing takes more than the limit.

@@ -2,7 +2,7 @@
 //! Hugging Face transformers within a tolerance.
 
 use std::ops::ControlFlow;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::LazyLock;
 
 use candle_core::{DType, Device, Tensor};
@@ -12,6 +12,8 @@ use comoe_core::{
     Scope, cuda_device, cuda_memory,
 };
 use comoe_models::{Decoder, Error, GenerateOptions, KvFormat, LoadOptions, Model, Rows};
+
+use crate::files::{Family, checkout, families, prompts, tiny};
 
 /// Largest difference of a logit to the CPU's or to transformers', with F32 between the blocks: only the order of sums
 /// differs. Logits of comoe-tiny reach about 20.
@@ -23,26 +25,6 @@ const BF16_TOLERANCE: f64 = 0.08;
 
 /// One device for all: a second one would have a stream of its own.
 pub(crate) static GPU: LazyLock<Device> = LazyLock::new(|| cuda_device(0).expect("a CUDA device"));
-
-/// A file of this checkout, or of the one whose `assets` folder COMOE_ASSETS names.
-pub(crate) fn checkout(name: &str) -> PathBuf {
-    let assets = std::env::var_os("COMOE_ASSETS").map(PathBuf::from);
-    assets.unwrap_or_else(|| Path::new(env!("CARGO_MANIFEST_DIR")).join("../assets")).join("..").join(name)
-}
-
-pub(crate) fn tiny() -> PathBuf {
-    checkout("assets/comoe-tiny")
-}
-
-/// Prompts in tokens, from the golden file.
-pub(crate) fn prompts() -> Vec<Vec<u32>> {
-    let text = std::fs::read_to_string(checkout("assets/fixtures/comoe_tiny_logits.json")).expect("fixtures");
-    let meta: serde_json::Value = serde_json::from_str(&text).expect("JSON");
-    let ids = |prompt: &serde_json::Value| -> Vec<u32> {
-        prompt["ids"].as_array().expect("ids").iter().map(|id| id.as_u64().expect("an id") as u32).collect()
-    };
-    meta["prompts"].as_array().expect("prompts").iter().map(ids).collect()
-}
 
 /// Converted experts, kept for the tests of this process.
 pub(crate) fn converted() -> PathBuf {
@@ -300,41 +282,14 @@ fn logits_equal_those_of_transformers_on_the_gpu() {
     }
 }
 
-/// A family's small model: where it is, tokens, and the logits that transformers gives them.
-pub(crate) struct Family {
-    pub(crate) name: String,
-    pub(crate) folder: PathBuf,
-    pub(crate) ids: Vec<u32>,
-    pub(crate) logits: Vec<f32>,
-}
-
-/// Every family with golden logits.
-pub(crate) fn families() -> Vec<Family> {
-    let folders = std::fs::read_dir(checkout("comoe-models/tests/fixtures")).expect("fixtures");
-    let mut folders: Vec<PathBuf> = folders.map(|e| e.expect("an entry").path()).collect();
-    folders.retain(|folder| folder.join("golden.safetensors").exists());
-    folders.sort();
-    assert!(folders.len() >= 20, "{folders:?}");
-    let family = |folder: PathBuf| {
-        let golden =
-            candle_core::safetensors::load(folder.join("golden.safetensors"), &Device::Cpu).expect("golden");
-        Family {
-            name: folder.file_name().expect("a name").to_string_lossy().into_owned(),
-            ids: golden["ids"].to_dtype(DType::U32).and_then(|t| t.to_vec1()).expect("ids"),
-            logits: values(&golden["logits"].to_dtype(DType::F32).expect("F32")),
-            folder,
-        }
-    };
-    folders.into_iter().map(family).collect()
-}
-
 /// Every family with golden logits: F32 near transformers', all prompt lengths; BF16 runs through every block, which
 /// finds types that do not match.
 #[test]
 #[ignore = "needs a CUDA device"]
 fn every_family_runs_on_the_gpu() {
     let mut wrong = Vec::new();
-    for Family { name, folder, ids, logits: want } in families() {
+    for Family { name, folder, ids, logits } in families() {
+        let want = logits.concat();
         for dtype in [DType::F32, DType::BF16] {
             let logits = |step: usize| -> comoe_models::Result<Vec<f32>> {
                 let options = LoadOptions { dtype, ..LoadOptions::default() };
