@@ -110,7 +110,7 @@ pub(crate) struct DecodeArgs {
     /// Who leaves a slot: auto, lru, lfu, lfru or aged.
     #[arg(long, default_value = "lru")]
     pub(crate) policy: PolicyKind,
-    /// What is brought ahead of time: off or correlation.
+    /// What is brought ahead of time: off, correlation, stale-gate or auto.
     #[arg(long, default_value = "off")]
     pub(crate) prefetch: Prefetch,
     /// When it is brought; `all` measures each.
@@ -138,6 +138,11 @@ pub(crate) struct DecodeArgs {
     /// On a GPU, take the experts that were used longest ago, so that none is found in its slot.
     #[arg(long)]
     pub(crate) no_reuse: bool,
+    /// With --replay and --prefetch stale-gate or auto: how many of 100 guesses are to be right, in place of what the random
+    /// model's routers would guess. A guess is a layer's whole set, or as many experts at random. Several, separated by
+    /// commas, are measured one after the other.
+    #[arg(long, value_name = "PERCENT", value_delimiter = ',', requires = "replay")]
+    pub(crate) guess_right: Vec<u32>,
     /// On a GPU, say where the time of a step goes.
     #[arg(long)]
     pub(crate) profile: bool,

@@ -23,7 +23,7 @@ use comoe_bench::synth_model::write_model;
 use comoe_bench::timeline::{self, Timeline};
 use comoe_bench::tiny::{self, RunMemory};
 use comoe_bench::{Error, Result, formats, synth};
-use comoe_core::{PeerAccess, Prefetch};
+use comoe_core::{PeerAccess, Prefetch, PrefetchTrigger};
 
 use crate::args::{
     Args, Ask, DecodeArgs, FormatsArgs, MemoryArgs, PrefillArgs, ReadingArgs, SynthArgs, TransferArgs,
@@ -107,12 +107,29 @@ fn decode_shape(args: &DecodeArgs) -> Result<()> {
     // The resident run is the reference, and has nothing to prefetch.
     let mut runs = Vec::new();
     if args.resident || args.slots_per_layer.is_empty() {
-        runs.push((None, None));
+        runs.push((None, None, None));
+    }
+    let whole_on_gpu = !device.is_cpu() && Part::from(args.part) == Part::Model;
+    // On a GPU a whole model decodes as an answer is made. What a table guesses is the host driver's, which is measured
+    // token by token.
+    let stepped = whole_on_gpu && args.prefetch != Prefetch::Correlation;
+    if !args.guess_right.is_empty() && (!stepped || args.prefetch == Prefetch::Off) {
+        return Err(Error::BadOption {
+            option: "--guess-right",
+            value: format!("with --prefetch {}", args.prefetch),
+            expected: "it wants a whole model on a GPU, with --prefetch stale-gate or auto".to_owned(),
+        });
     }
     for &slots in &args.slots_per_layer {
         match args.prefetch {
-            Prefetch::Off => runs.push((Some(slots), None)),
-            _ => runs.extend(args.triggers().map(|t| (Some(slots), Some(t)))),
+            Prefetch::Off => runs.push((Some(slots), None, None)),
+            _ if !stepped => runs.extend(args.triggers().map(|t| (Some(slots), Some(t), None))),
+            _ if args.guess_right.is_empty() => {
+                runs.push((Some(slots), Some(PrefetchTrigger::default()), None));
+            }
+            _ => runs.extend(
+                args.guess_right.iter().map(|&p| (Some(slots), Some(PrefetchTrigger::default()), Some(p))),
+            ),
         }
     }
     // The same dense part for every run, on the disk only while they last.
@@ -122,13 +139,11 @@ fn decode_shape(args: &DecodeArgs) -> Result<()> {
         say("making the dense part");
         write_dense(&dense, &shape, args.model.seed)?;
     }
-    // On a GPU a whole model decodes as an answer is made; prefetching is measured token by token.
-    let stepped = !device.is_cpu() && Part::from(args.part) == Part::Model && args.prefetch == Prefetch::Off;
     if !stepped && (args.replay.is_some() || args.no_reuse || args.no_graph) {
         return Err(Error::BadOption {
             option: "--replay, --no-reuse and --no-graph",
             value: String::new(),
-            expected: "they want a whole model on a GPU, without prefetching".to_owned(),
+            expected: "they want a whole model on a GPU, without --prefetch correlation".to_owned(),
         });
     }
     if args.timeline.is_some() && stepped && args.no_graph {
@@ -139,7 +154,7 @@ fn decode_shape(args: &DecodeArgs) -> Result<()> {
     let mut spans = Vec::new();
     let what = format!("Decode, {} shape, {} layers, {}", shape.name, shape.layers, args.model.format);
     let mut plot = Plot::new(what, "slots a layer");
-    for (slots, trigger) in runs {
+    for (slots, trigger, right) in runs {
         let timeline = args.timeline.as_ref().filter(|_| !stepped).map(|_| Arc::new(Timeline::default()));
         let run = Decode {
             part: args.part.into(),
@@ -164,7 +179,14 @@ fn decode_shape(args: &DecodeArgs) -> Result<()> {
         if stepped {
             let (graph, length) = (!args.no_graph, args.length);
             let (decode, routing) = match (&args.replay, args.no_reuse) {
-                (Some(trace), _) => Routing::of_trace(trace, run)?,
+                (Some(trace), _) => {
+                    let (run, routing) = Routing::of_trace(trace, run)?;
+                    let routing = match right {
+                        Some(percent) => routing.with_guesses(&run, percent),
+                        None => routing,
+                    };
+                    (run, routing)
+                }
                 (None, true) => {
                     let routing = Routing::without_reuse(&run);
                     (run, routing)

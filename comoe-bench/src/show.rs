@@ -21,12 +21,15 @@ pub(crate) fn show_steps(device: &Device, runs: &[Stepped]) {
     heading(&what, device);
     let heads = [
         "slots/layer",
+        "prefetch",
         "pass",
         "graph nodes",
         "tok/s",
         "ms",
         "hits %",
         "MB/token",
+        "ahead MB (used)",
+        "guesses (right)",
         "link GB/s",
         "enqueue us",
         "load s",
@@ -37,12 +40,18 @@ pub(crate) fn show_steps(device: &Device, runs: &[Stepped]) {
         for pass in &run.passes {
             table.row([
                 format!("{slots} of {all}"),
+                match run.guesses_right {
+                    Some(percent) => format!("{}, {percent} % right", run.prefetch),
+                    None => run.prefetch.clone(),
+                },
                 pass.what.clone(),
                 run.graph_nodes.map_or("none".to_owned(), |n| n.to_string()),
                 format!("{:.1}", pass.tokens_per_s),
                 format!("{:.3}", pass.ms),
                 format!("{:.1}", 100.0 * pass.hit_rate),
                 format!("{:.1}", pass.mb_per_token),
+                format!("{:.1} ({:.1})", pass.ahead_mb[0], pass.ahead_mb[1]),
+                format!("{:.1} ({:.1})", pass.guessed[0], pass.guessed[1]),
                 format!("{:.1}", pass.link_gb_per_s),
                 format!("{:.1}", pass.enqueue_us),
                 format!("{:.1}", run.load_s),

@@ -32,6 +32,8 @@ pub enum Routing {
         name: String,
         /// All of them in a row.
         ids: Vec<u32>,
+        /// What is guessed of each layer one layer before, as long as `ids`; of how many of 100 it is the layer's set.
+        guesses: Option<(Vec<u32>, u32)>,
         /// Tokens that run before anything is measured.
         prompt: usize,
         /// Tokens measured at a time.
@@ -88,7 +90,7 @@ impl Routing {
         }
         let name = path.file_name().map_or_else(String::new, |n| n.to_string_lossy().into_owned());
         let (prompt, pass) = (prompt.len(), decoded.len());
-        Ok((decode, Self::Given { name, ids, prompt, pass }))
+        Ok((decode, Self::Given { name, ids, guesses: None, prompt, pass }))
     }
 
     /// Every token's experts are those that were used longest ago.
@@ -98,7 +100,22 @@ impl Routing {
             let chosen = move |j| ((token * shape.top_k + j) % shape.experts) as u32;
             (0..shape.layers).flat_map(move |_| (0..shape.top_k).map(chosen))
         });
-        Self::Given { name: "no reuse".to_owned(), ids: ids.collect(), prompt: SETTLE, pass: decode.steps }
+        let (name, ids) = ("no reuse".to_owned(), ids.collect());
+        Self::Given { name, ids, guesses: None, prompt: SETTLE, pass: decode.steps }
+    }
+
+    /// The same with guesses for every layer: its set with a chance of `percent` in 100, else as many experts at random.
+    #[must_use]
+    pub fn with_guesses(mut self, decode: &Decode, percent: u32) -> Self {
+        if let Self::Given { ids, guesses, .. } = &mut self {
+            let (experts, mut noise) = (decode.shape.experts, Noise::of(decode.seed, 4));
+            let guess = |set: &[u32]| match noise.below(100) < percent as usize {
+                true => set.to_vec(),
+                false => noise.distinct(experts, set.len()),
+            };
+            *guesses = Some((ids.chunks(decode.shape.top_k).flat_map(guess).collect(), percent));
+        }
+        self
     }
 
     fn name(&self) -> &str {
@@ -143,6 +160,10 @@ pub struct Stepped {
     pub slots_per_layer: [usize; 2],
     /// Who chose the experts.
     pub routing: String,
+    /// What was brought ahead.
+    pub prefetch: String,
+    /// How many of 100 guesses were made to be right; `None`: they were the routers' own.
+    pub guesses_right: Option<u32>,
     /// Length of the sequence where what was measured began.
     pub length: usize,
     /// Nodes of the graph; `None`: the step was not replayed.
@@ -175,7 +196,11 @@ pub struct Pass {
     pub hit_rate: f64,
     /// MB read from the host for a token.
     pub mb_per_token: f64,
-    /// GB/s of that, over the whole time.
+    /// MB brought ahead for a token; of them, those that were used.
+    pub ahead_mb: [f64; 2],
+    /// Records guessed for a token; of them, those that their layer missed.
+    pub guessed: [f64; 2],
+    /// GB/s of all that was read, over the whole time.
     pub link_gb_per_s: f64,
     /// Host time to enqueue a token, us.
     pub enqueue_us: f64,
@@ -197,15 +222,20 @@ impl Steps {
             Routing::Model => (SETTLE, decode.steps),
             Routing::Given { prompt, pass, .. } => (*prompt, *pass),
         };
+        let guesses_right = match routing {
+            Routing::Given { guesses, .. } => guesses.as_ref().map(|(_, percent)| *percent),
+            Routing::Model => None,
+        };
         // Two passes, and for the time without the host a third.
         let first = length.saturating_sub(prompt);
         let context = (first + prompt + 3 * pass + PROFILED + 2).next_multiple_of(512);
         say("making the dense part");
         let (decoder, _) = decode.decoder(cache, device, context)?;
-        if let Routing::Given { ids, .. } = routing {
+        if let Routing::Given { ids, guesses, .. } = routing {
             let (layers, k) = (decode.shape.layers, decode.shape.top_k);
-            let ids = Tensor::from_slice(ids, (ids.len() / (layers * k), layers, k), device)?;
-            if !decoder.give_routing(Some(GivenRouting { ids, first })) {
+            let there = |ids: &[u32]| Tensor::from_slice(ids, (ids.len() / (layers * k), layers, k), device);
+            let (ids, guesses) = (there(ids)?, guesses.as_ref().map(|(ids, _)| there(ids)).transpose()?);
+            if !decoder.give_routing(Some(GivenRouting { ids, guesses, first })) {
                 return Err(on_a_gpu("--replay"));
             }
         }
@@ -243,6 +273,8 @@ impl Steps {
             notes,
             slots_per_layer: [stats.slots / decode.shape.layers, decode.shape.experts],
             routing: routing.name().to_owned(),
+            prefetch: decode.prefetch.to_string(),
+            guesses_right,
             length: *length,
             graph_nodes,
             load_s,
@@ -347,7 +379,12 @@ impl Pass {
             ms: 1e3 * seconds / n,
             hit_rate: stats.hit_rate(),
             mb_per_token: stats.bytes_moved as f64 / n / 1e6,
-            link_gb_per_s: stats.bytes_moved as f64 / seconds / 1e9,
+            ahead_mb: [
+                stats.prefetched_bytes as f64 / n / 1e6,
+                (stats.prefetched_bytes - stats.prefetch_wasted_bytes) as f64 / n / 1e6,
+            ],
+            guessed: [stats.guessed as f64 / n, stats.guessed_right as f64 / n],
+            link_gb_per_s: (stats.bytes_moved + stats.prefetched_bytes) as f64 / seconds / 1e9,
             enqueue_us: 1e6 * launching / n,
         }
     }

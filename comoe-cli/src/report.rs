@@ -72,9 +72,12 @@ struct Cache {
     transfers: u64,
     records_moved: u64,
     bytes_moved: u64,
-    /// Of them, those that kernels of device-driven steps read while they multiplied: in no time below.
+    /// Of all that was moved, what kernels of device-driven steps read: in no time below.
     read_through_bytes: u64,
+    guessed: u64,
+    guessed_right: u64,
     prefetched: u64,
+    prefetched_bytes: u64,
     prefetch_used: u64,
     prefetch_wasted: u64,
     prefetch_wasted_bytes: u64,
@@ -207,7 +210,10 @@ impl Cache {
             records_moved: stats.records_moved,
             bytes_moved: stats.bytes_moved,
             read_through_bytes: stats.read_through_bytes,
+            guessed: stats.guessed,
+            guessed_right: stats.guessed_right,
             prefetched: stats.prefetched,
+            prefetched_bytes: stats.prefetched_bytes,
             prefetch_used: stats.prefetch_used,
             prefetch_wasted: stats.prefetch_wasted,
             prefetch_wasted_bytes: stats.prefetch_wasted_bytes,
@@ -317,7 +323,7 @@ fn say_link(loaded: &Loaded, stats: &CacheStats) {
 
 /// What to say of transfers that reach `achieved` of `measured` GB/s, with `unlocked` bytes of experts not page-locked.
 fn slow_link(stats: &CacheStats, achieved: f64, measured: f64, unlocked: u64) -> Option<String> {
-    let moved = stats.bytes_moved.saturating_sub(stats.read_through_bytes) + stats.prefetched_bytes;
+    let moved = (stats.bytes_moved + stats.prefetched_bytes).saturating_sub(stats.read_through_bytes);
     // A NaN is not below.
     if moved < ENOUGH_BYTES || achieved >= GOOD_PART * measured || measured.is_nan() {
         return None;

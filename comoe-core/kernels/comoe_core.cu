@@ -1,4 +1,5 @@
 // One translation unit, so that build.rs makes one fatbin.
+#include "ahead.cu"
 #include "combine.cu"
 #include "dequant.cu"
 #include "gemm.cu"

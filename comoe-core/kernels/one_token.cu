@@ -261,7 +261,9 @@ __device__ __forceinline__ Item load_item(const Item* p) {
     Item item;
     asm volatile("ld.global.u64 %0, [%1];" : "=l"(item.src) : "l"(&p->src) : "memory");
     asm volatile("ld.global.u64 %0, [%1];" : "=l"(item.dst) : "l"(&p->dst) : "memory");
+    asm volatile("ld.global.u64 %0, [%1];" : "=l"(item.staged) : "l"(&p->staged) : "memory");
     asm volatile("ld.global.v2.u32 {%0, %1}, [%2];" : "=r"(item.first), "=r"(item.count) : "l"(&p->first) : "memory");
+    asm volatile("ld.global.u32 %0, [%1];" : "=r"(item.ready) : "l"(&p->ready) : "memory");
     return item;
 }
 

@@ -207,16 +207,19 @@ __device__ __forceinline__ void copy_bytes(const char* from, char* to, uint32_t 
     }
 }
 
-// Rows row0 .. row0 + rows of a matrix and their scales, from an item's src to its dst.
+// Rows row0 .. row0 + rows of a matrix and their scales, from an item's src to its dst; from where it is staged, if they are
+// there.
 __device__ __forceinline__ void copy_rows(const Item& item, const Matrix& m, uint32_t row0, uint32_t rows,
                                           uint32_t thread, uint32_t threads) {
     if (row0 >= m.rows) return;
     const uint32_t count = min(rows, m.rows - row0);
-    const uint64_t w = m.weights + uint64_t(row0) * m.row_bytes, s = m.scales + uint64_t(row0) * m.scale_row_bytes;
-    const char* src = reinterpret_cast<const char*>(item.src);
-    char* dst = reinterpret_cast<char*>(item.dst);
-    copy_bytes(src + w, dst + w, count * m.row_bytes, thread, threads);
-    copy_bytes(src + s, dst + s, count * m.scale_row_bytes, thread, threads);
+    auto copy = [&](uint64_t at, uint32_t bytes) {
+        const uint64_t from = at + bytes <= item.ready ? item.staged : item.src;
+        copy_bytes(reinterpret_cast<const char*>(from + at), reinterpret_cast<char*>(item.dst + at), bytes, thread,
+                   threads);
+    };
+    copy(m.weights + uint64_t(row0) * m.row_bytes, count * m.row_bytes);
+    copy(m.scales + uint64_t(row0) * m.scale_row_bytes, count * m.scale_row_bytes);
 }
 
 // h of 8 T rows of the item blockIdx.y, which eight warps share.

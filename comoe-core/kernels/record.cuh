@@ -10,12 +10,16 @@ enum DType : uint32_t { DT_F32 = 0, DT_BF16 = 1, DT_F16 = 2 };
 enum ActKind : uint32_t { ACT_SILU = 0, ACT_GELU_TANH = 1, ACT_SWIGLU_CLAMPED = 2 };
 
 // One record of a launch and the assignments (t * top_k + j) that it serves: `assignments[first .. first + count]`.
-// Where `dst` is not 0, what is read from `src` is also written there (read-through); items with count 0 are skipped.
+// Where `dst` is not 0, what is read from `src` is also written there (read-through), and the record's first `ready` bytes
+// may be read from `staged` instead, which is nearer; items with count 0 are skipped.
 struct Item {
     uint64_t src;
     uint64_t dst;
+    uint64_t staged;
     uint32_t first;
     uint32_t count;
+    uint32_t ready;
+    uint32_t unused;
 };
 
 struct Matrix {
@@ -93,5 +97,5 @@ __device__ __forceinline__ float activate(const Activation act, float g, float u
 }
 
 // As src/backend/cuda/kernels.rs counts them.
-static_assert(sizeof(Item) == 24 && sizeof(Matrix) == 32 && sizeof(Record) == 144, "mirrored structs");
+static_assert(sizeof(Item) == 40 && sizeof(Matrix) == 32 && sizeof(Record) == 144, "mirrored structs");
 static_assert(sizeof(Input) == 24 && sizeof(Activation) == 12, "mirrored structs");

@@ -1,6 +1,7 @@
 // The first kernel of a device-driven layer step: from router ids to work items, with the residency tables in device
 // memory. Least recently used, as policy/lru.rs, or by decayed counts, as policy/lfru.rs: a step's experts are accessed
 // in order of first use, and none of them gives up its slot for another.
+#include "ahead.cuh"
 #include "early.cuh"
 #include "record.cuh"
 
@@ -82,8 +83,12 @@ struct Resolve {
     uint32_t weight_on_input;
     uint32_t ordinal;        // of the step in its token
     uint32_t all;            // experts of this layer, on all devices
+    Ahead* ahead;            // where records are brought ahead; else null
+    Foresight* foresight;    // of this layer
+    uint32_t record_bytes;   // of this layer, as they are read
+    uint32_t parts;          // whether kernels take a record of which some is there
 };
-static_assert(sizeof(Resolve) == 224 && sizeof(Fault) == 16 && sizeof(Counters) == 32, "mirrored structs");
+static_assert(sizeof(Resolve) == 248 && sizeof(Fault) == 16 && sizeof(Counters) == 32, "mirrored structs");
 static_assert(sizeof(Progress) == 8 && sizeof(Missing) == 8 && sizeof(Partition) == 16, "mirrored structs");
 
 template <int N>
@@ -133,11 +138,16 @@ __device__ __forceinline__ void resolve_block(const Resolve& r) {
     __shared__ uint64_t stamps[kMostSlots];
     __shared__ uint32_t owners[kMostSlots], slots[kMostSlots];
     __shared__ bool missing[kMostAssignments], taken[kMostSlots];
-    __shared__ uint32_t bad;
+    __shared__ uint32_t bad, used;
+    __shared__ Arrived arrived;
     // The next kernel may be set up from here on; like this one, it waits before it reads what the one before it writes.
     let_dependents_start();
     wait_for_previous();
     const uint32_t t = threadIdx.x, n = r.assignments;
+    // From here on the link is this layer's.
+    uint32_t brought = 0;
+    if (r.ahead && t < kCopyBlocks) brought = atomicOr(&r.ahead->state[t], kClosed);
+    const uint32_t worth = r.ahead && t == 0 ? r.foresight->worth : 0;
     const bool given = t < n, has_item = t < min(n, r.experts);
     const uint32_t asked = given ? r.ids[t] : 0;
     const uint32_t id = r.numbers && asked < r.all ? r.numbers[asked] : asked;
@@ -147,7 +157,10 @@ __device__ __forceinline__ void resolve_block(const Resolve& r) {
     const Partition partition = *r.partition;
     const uint64_t now = partition.clock;
     const Progress progress = *r.progress;
-    if (t == 0) bad = kNone;
+    if (t == 0) {
+        bad = kNone;
+        used = 0;
+    }
     if (given) ids[t] = id;
     __syncthreads();
 
@@ -155,8 +168,8 @@ __device__ __forceinline__ void resolve_block(const Resolve& r) {
     auto stop = [&] {
         if (given) r.factors[t] = __int_as_float(0x7fffffff);
         if (has_item) {
-            r.items[t] = Item{0, 0, 0, 0};
-            if (r.fills) r.fills[t] = Item{0, 0, 0, 0};
+            r.items[t] = Item{};
+            if (r.fills) r.fills[t] = Item{};
         }
     };
 
@@ -251,9 +264,15 @@ __device__ __forceinline__ void resolve_block(const Resolve& r) {
         }
         __syncthreads();
     }
+    if (r.ahead) {
+        if (t < 32) find_arrived(*r.ahead, r.layer, r.record_bytes, brought, t, arrived);
+        __syncthreads();
+    }
 
     if (leads) {
-        Item item = {0, 0, begin, count};
+        Item item = {};
+        item.first = begin;
+        item.count = count;
         if (where != kNone) {
             item.src = r.pool + where * r.stride;
         } else {
@@ -268,11 +287,26 @@ __device__ __forceinline__ void resolve_block(const Resolve& r) {
                 r.stamp[slot] = stamp;
                 item.dst = r.pool + slot * r.stride;
             }
+            if (r.ahead) {
+#pragma unroll
+                for (uint32_t g = 0; g < kMostGuesses; g++) {
+                    if (arrived.record[g] != record) continue;
+                    atomicOr(&used, 1u << g);
+                    const uint64_t staged = r.ahead->staging[r.layer % 2][g];
+                    if (arrived.ready[g] == r.record_bytes) {
+                        item.src = staged;
+                    } else if (r.parts) {
+                        item.staged = staged;
+                        item.ready = arrived.ready[g];
+                    }
+                }
+            }
             if (r.fills) {
                 // Another kernel reads it through, before anyone multiplies.
-                r.fills[miss] = Item{item.src, item.dst, 0, 1};
+                r.fills[miss] = Item{item.src, item.dst, 0, 0, 1, 0, 0};
                 item.src = item.dst;
                 item.dst = 0;
+                item.ready = 0;
             }
             if (needs_host) r.missing[miss] = Missing{record, slot};
         }
@@ -288,6 +322,30 @@ __device__ __forceinline__ void resolve_block(const Resolve& r) {
             r.counters->hits += unique - misses;
         }
     }
+    if (r.ahead) {
+        __syncthreads();  // `used` is whole
+        // Nobody waits for these.
+        if (t < kMostGuesses && arrived.record[t] != kNone) {
+            Foresight& f = *r.foresight;
+            const bool right = used >> t & 1;
+            const uint32_t ready = arrived.ready[t];
+            atomicAdd(&f.guessed, 1ull);
+            if (right) atomicAdd(&f.right, 1ull);
+            if (ready > 0) {
+                atomicAdd(&f.brought, 1ull);
+                atomicAdd(&f.bytes, (unsigned long long)ready);
+                const bool taken = right && !needs_host && (r.parts || ready == r.record_bytes);
+                if (taken) {
+                    atomicAdd(&f.used, 1ull);
+                    atomicAdd(&f.saved_bytes, (unsigned long long)ready);
+                }
+            }
+            // Its time constant is 32 guesses; what is not brought is judged as well, and so comes back.
+            if (t == 0) f.worth = worth - worth / 32 + (right ? 65535 / 32 : 0);
+        }
+        // The next layer's guesses may be brought; there is no word that is taken.
+        if (t < kCopyBlocks) r.ahead->state[t] = r.layer << kOrdinalShift;
+    }
     if (needs_host) {
         __syncthreads();  // fills are cleared, and the host is told, after all of the above
         stop();
@@ -296,8 +354,8 @@ __device__ __forceinline__ void resolve_block(const Resolve& r) {
     }
     if (mine) r.list[begin + inside] = t;
     if (given) r.factors[t] = r.weight_on_input ? 1.f : weight;
-    if (t >= unique && has_item) r.items[t] = Item{0, 0, 0, 0};
-    if (r.fills && t >= misses && has_item) r.fills[t] = Item{0, 0, 0, 0};
+    if (t >= unique && has_item) r.items[t] = Item{};
+    if (r.fills && t >= misses && has_item) r.fills[t] = Item{};
 }
 
 extern "C" __global__ void __launch_bounds__(1024) resolve(const Resolve r) { resolve_block(r); }

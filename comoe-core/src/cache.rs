@@ -21,7 +21,7 @@ use fleet::{Fleet, SharedStep};
 pub use options::{CacheOptions, Capacity, Scope};
 pub use token::{Token, TokenOutcome};
 
-use crate::backend::{Backend, BackendInfo, BackendMemory, DeviceStep, DriverKind, Work};
+use crate::backend::{Backend, BackendInfo, BackendMemory, DeviceGuess, DeviceStep, DriverKind, Work};
 use crate::error::{Error, Result};
 use crate::expert::{ExpertId, ExpertLayout, ExpertSpec};
 use crate::format::ExpertFormat;
@@ -50,8 +50,9 @@ struct Core {
     device: Device,
     policy: PolicyKind,
     driver: DriverKind,
-    /// The prefetch in force uses guesses of the caller.
+    /// The prefetch in force uses guesses of the caller, on the host or, in device-driven steps, on the device.
     takes_hints: bool,
+    fetches_ahead: bool,
     observer: Mutex<Option<Box<dyn RoutingObserver>>>,
 }
 
@@ -235,7 +236,7 @@ impl ExpertCache {
 
     /// The experts of the model's layer `layer`. A layer without experts is reported by the call that uses it.
     pub fn layer(&self, layer: usize) -> CacheLayer<'_> {
-        CacheLayer { cache: self, layer, guess: &[] }
+        CacheLayer { cache: self, layer, guess: &[], on_device: None }
     }
 
     /// The records' format: what the slots hold.
@@ -315,6 +316,7 @@ pub struct CacheLayer<'a> {
     cache: &'a ExpertCache,
     layer: usize,
     guess: &'a [u32],
+    on_device: Option<DeviceGuess<'a>>,
 }
 
 impl<'a> CacheLayer<'a> {
@@ -322,9 +324,23 @@ impl<'a> CacheLayer<'a> {
     /// it is worth computing: prefetching asks for it, or an observer.
     pub fn wants_guess(&self, tokens: usize) -> bool {
         let core = &self.cache.core;
-        let ordinal = core.directory.ordinal(self.layer);
-        let last = ordinal.is_none_or(|o| o + 1 >= core.directory.layers().len());
-        tokens == 1 && !last && (core.takes_hints || core.observer_wants_guesses())
+        tokens == 1 && !self.is_last() && (core.takes_hints || core.observer_wants_guesses())
+    }
+
+    /// Whether a step of `tokens` tokens with `top_k` experts each is the device's, and would use a guess that is on the
+    /// device ([`Self::with_device_guess`]).
+    pub fn wants_device_guess(&self, tokens: usize, top_k: usize) -> bool {
+        let core = &self.cache.core;
+        tokens == 1
+            && core.fetches_ahead
+            && !self.is_last()
+            && !core.is_observed()
+            && core.engine().device_serves(tokens, top_k)
+    }
+
+    fn is_last(&self) -> bool {
+        let directory = &self.cache.core.directory;
+        directory.ordinal(self.layer).is_none_or(|o| o + 1 >= directory.layers().len())
     }
 
     /// Gives with this layer's step what the caller guesses that its token will choose in the next layer with experts,
@@ -334,6 +350,14 @@ impl<'a> CacheLayer<'a> {
     #[must_use]
     pub fn with_guess(self, guess: &'a [u32]) -> Self {
         Self { guess, ..self }
+    }
+
+    /// The same on the device, for a step that the device drives: what the caller computes there and need not wait for. No
+    /// more than the next layer will choose: each of them is brought if it is in no slot. Whoever captures steps with
+    /// guesses in a graph captures all layers of a token: a branch of the graph is joined in the last one.
+    #[must_use]
+    pub fn with_device_guess(self, guess: DeviceGuess<'a>) -> Self {
+        Self { on_device: Some(guess), ..self }
     }
 
     /// `y[t] = sum over j of weights[t, j] * expert ids[t, j] (x[t])`, summed in the order of j, in F32.
@@ -398,7 +422,8 @@ impl<'a> CacheLayer<'a> {
             let on_device = |t: &Tensor, dtype| t.to_device(&core.device)?.to_dtype(dtype)?.contiguous();
             let (ids, weights) = (on_device(ids, DType::U32)?, on_device(weights, DType::F32)?);
             let (ids, weights) = (&ids, &weights);
-            let step = DeviceStep { layer: ordinal, spec, layout, x, ids, weights, ordinal: 0, room };
+            let guess = self.on_device.filter(|_| core.fetches_ahead && tokens == 1 && !self.is_last());
+            let step = DeviceStep { layer: ordinal, spec, layout, x, ids, weights, ordinal: 0, room, guess };
             let Some(fleet) = &core.fleet else { return engine.device_step(step) };
             drop(engine);
             return fleet.device_step(core, step);

@@ -7,6 +7,7 @@ use serde::{Deserialize, Serialize};
 
 pub use speed::{Bandwidths, HitRates, STEP_OVERHEAD_US, TokenBytes, TokensPerSecond};
 
+use crate::backend::STAGED_AHEAD;
 use crate::cache::{CacheOptions, Capacity};
 use crate::error::{Error, Result};
 use crate::predict::Prefetch;
@@ -154,8 +155,10 @@ impl Shares<'_> {
     fn staging(&self) -> usize {
         match self.options.prefetch {
             Prefetch::Off => 0,
-            // Room for what was guessed for this layer and for the next.
-            Prefetch::Correlation | Prefetch::StaleGate | Prefetch::Auto => 2 * self.options.prefetch_width(),
+            // Room for what was guessed for this layer and for the next, whoever drives.
+            Prefetch::Correlation | Prefetch::StaleGate | Prefetch::Auto => {
+                (2 * self.options.prefetch_width()).max(STAGED_AHEAD)
+            }
         }
     }
 

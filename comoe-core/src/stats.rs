@@ -87,10 +87,14 @@ pub struct CacheStats {
     pub records_moved: u64,
     /// Bytes moved on demand.
     pub bytes_moved: u64,
-    /// Of them, those that kernels of device-driven steps read while they multiplied. How long that took cannot be told
-    /// from the kernels' own time, so the times below and [`Self::bandwidth`] leave them out.
+    /// Of all that was moved, on demand and ahead, what kernels of device-driven steps read. How long that took cannot be
+    /// told from the kernels' own time, so the times below and [`Self::bandwidth`] leave it out.
     pub read_through_bytes: u64,
-    /// Records prefetched.
+    /// Records that were guessed for a layer ahead, the likeliest of those in no slot, where the device drives.
+    pub guessed: u64,
+    /// Of them, those that the layer missed.
+    pub guessed_right: u64,
+    /// Records prefetched; where the device drives, those of which anything was.
     pub prefetched: u64,
     /// Bytes prefetched.
     pub prefetched_bytes: u64,
@@ -152,6 +156,8 @@ impl CacheStats {
         self.records_moved += other.records_moved;
         self.bytes_moved += other.bytes_moved;
         self.read_through_bytes += other.read_through_bytes;
+        self.guessed += other.guessed;
+        self.guessed_right += other.guessed_right;
         self.prefetched += other.prefetched;
         self.prefetched_bytes += other.prefetched_bytes;
         self.prefetch_used += other.prefetch_used;
@@ -202,7 +208,7 @@ impl CacheStats {
     /// their time is not known.
     pub fn bandwidth(&self) -> Option<f64> {
         let time = self.time.demand + self.time.prefetch;
-        let bytes = self.bytes_moved.saturating_sub(self.read_through_bytes) + self.prefetched_bytes;
+        let bytes = (self.bytes_moved + self.prefetched_bytes).saturating_sub(self.read_through_bytes);
         (bytes > 0 && !time.is_zero()).then(|| gb_per_s(bytes, time))
     }
 
@@ -349,7 +355,7 @@ impl fmt::Display for CacheStats {
         if self.read_through_bytes > 0 {
             writeln!(
                 f,
-                "through  {} of that read by kernels as they multiplied, in no time of its own below",
+                "through  {} read by kernels of the device's own steps, in no time of its own below",
                 human_bytes(self.read_through_bytes)
             )?;
         }
@@ -361,6 +367,15 @@ impl fmt::Display for CacheStats {
             self.prefetch_wasted,
             human_bytes(self.prefetch_wasted_bytes)
         )?;
+        if self.guessed > 0 {
+            writeln!(
+                f,
+                "guessed  {} experts one layer ahead, {} of them right: of {} that were missed",
+                self.guessed,
+                self.guessed_right,
+                self.misses()
+            )?;
+        }
         if self.prefetch_judged {
             let on = self.layers.iter().filter(|l| l.prefetch_width > 0);
             let by_layer: Vec<_> = on

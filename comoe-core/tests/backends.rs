@@ -291,6 +291,12 @@ fn a_driver_that_cannot_be_had_is_refused() {
     assert!(error.contains("the policy is lfu"), "{error}");
     let error = simulated(PolicyKind::Lru, Prefetch::Correlation).map(drop).unwrap_err().to_string();
     assert!(error.contains("prefetching"), "{error}");
+    for prefetch in [Prefetch::StaleGate, Prefetch::Auto] {
+        let cache = simulated(PolicyKind::Lru, prefetch).unwrap();
+        assert_eq!(cache.driver(), DriverKind::Device);
+        assert!(cache.layer(0).wants_device_guess(1, 1) && !cache.layer(1).wants_device_guess(1, 1));
+        assert!(!cache.layer(0).wants_guess(1), "it is the device's");
+    }
     let records = RecordCache::builder(experts.clone() as Arc<dyn RecordSource>, &Device::Cpu);
     let error = records.driver(DriverKind::Device).build().map(drop).unwrap_err().to_string();
     assert!(error.contains("no experts"), "{error}");

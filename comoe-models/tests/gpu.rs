@@ -4,6 +4,8 @@
 //!     cargo test --release -p comoe-models --features cuda --test gpu -- --ignored --test-threads 1
 #![cfg(feature = "cuda")]
 
+#[path = "gpu/ahead.rs"]
+mod ahead;
 #[path = "distance/mod.rs"]
 mod distance;
 #[path = "gpu/elastic.rs"]

@@ -4,7 +4,7 @@
 
 use candle_core::Tensor;
 
-use super::Fill;
+use super::{Fill, SlotId};
 use crate::error::{Error, Result};
 use crate::expert::{ExpertLayout, ExpertSpec};
 use crate::pool::{PoolShape, Residency};
@@ -21,6 +21,10 @@ pub const MOST_DEVICE_SLOTS: usize = 1024;
 /// costs. Measured on an H200 (PCIe 5 x16), eager steps: both take as long at 23 MB, the device 4 % longer at 47 and 94 MB
 /// (comoe-bench/RESULTS.md, "Who drives").
 pub const COPIED_RECORD_BYTES: usize = 32 << 20;
+
+/// Staging slots of a driver that brings guessed records: two for a layer's guesses, and as many while the layer before
+/// still reads its own.
+pub const STAGED_AHEAD: usize = 4;
 
 /// Who decides where records go, and when they move.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
@@ -69,6 +73,18 @@ impl std::str::FromStr for DriverKind {
     }
 }
 
+/// Experts that a step's token may choose in the next layer with experts, as far as its model can tell
+/// ([`CacheLayer::with_device_guess`](crate::CacheLayer::with_device_guess)).
+#[derive(Clone, Copy)]
+pub struct DeviceGuess<'a> {
+    /// `[1, k]`, U32, contiguous, on the device, likeliest first. Numbers that the layer does not have are passed over, and
+    /// no more than the first 32 are looked at.
+    pub ids: &'a Tensor,
+    /// The stream that writes them, where it is not the one on which the step is enqueued.
+    #[cfg(feature = "cuda")]
+    pub stream: Option<&'a std::sync::Arc<cudarc::driver::CudaStream>>,
+}
+
 /// One layer's step, whose routing only the device has seen.
 #[derive(Clone, Copy)]
 pub struct DeviceStep<'a> {
@@ -89,6 +105,9 @@ pub struct DeviceStep<'a> {
     pub ordinal: u32,
     /// Where the result goes: `[n, hidden]`, dtype as x, contiguous, on the device. `None`: to a new tensor.
     pub room: Option<&'a Tensor>,
+    /// What may be brought for the next layer meanwhile, where the driver does that ([`DeviceDriver::fetch_ahead`]). It
+    /// changes no result and no table.
+    pub guess: Option<DeviceGuess<'a>>,
 }
 
 /// What device-driven steps of one layer have counted.
@@ -102,6 +121,44 @@ pub struct DeviceCounters {
     pub accesses: u64,
     /// Accesses whose record was in a slot.
     pub hits: u64,
+    /// What became of what was guessed for this layer.
+    pub ahead: AheadCounters,
+}
+
+/// What became of a layer's guesses, where a driver brings guessed records.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct AheadCounters {
+    /// Records that were guessed: the likeliest of those in no slot.
+    pub guessed: u64,
+    /// Of them, those that the layer missed.
+    pub right: u64,
+    /// Records of which anything was brought.
+    pub brought: u64,
+    /// Of them, those that the layer missed and took from there.
+    pub used: u64,
+    /// Bytes that were brought.
+    pub bytes: u64,
+    /// Of them, those that the layer took.
+    pub saved_bytes: u64,
+    /// Most records that may be brought for it now; 0: its guesses are not worth it.
+    pub width: usize,
+}
+
+impl std::ops::Sub for AheadCounters {
+    type Output = Self;
+
+    /// What was counted since; the width is this one's.
+    fn sub(self, then: Self) -> Self {
+        Self {
+            guessed: self.guessed - then.guessed,
+            right: self.right - then.right,
+            brought: self.brought - then.brought,
+            used: self.used - then.used,
+            bytes: self.bytes - then.bytes,
+            saved_bytes: self.saved_bytes - then.saved_bytes,
+            width: self.width,
+        }
+    }
 }
 
 /// Routing that could not be followed. The step it came with, and every later one until it was reported, changed
@@ -143,6 +200,8 @@ pub struct DeviceLimits {
     pub partial: Option<String>,
     /// Every miss needs a slot: a set larger than its partition is not for the device.
     pub only_into_slots: bool,
+    /// It can bring guessed records ahead of their layer: see [`DeviceDriver::fetch_ahead`].
+    pub ahead: bool,
 }
 
 impl RoutingFault {
@@ -160,7 +219,7 @@ impl RoutingFault {
 }
 
 /// Steps whose schedule runs on the device: least recently used, or [`Lfru`](crate::policy::Lfru) where the residency
-/// that it took over has counts, within the partitions of a [`PoolShape`] without staging. The set is accessed in order
+/// that it took over has counts, within the partitions of a [`PoolShape`]. The set is accessed in order
 /// of first use; no member gives up its slot for another, nor does a record that the residency says is kept; a member that
 /// finds no slot is read without being stored.
 ///
@@ -170,10 +229,22 @@ pub trait DeviceDriver {
     /// What it cannot do, for as long as it lives.
     fn limits(&self) -> DeviceLimits;
 
+    /// From now on brings records that steps guess ([`DeviceStep::guess`]) into `staging`, [`STAGED_AHEAD`] slots beside
+    /// those of the partitions, which nobody else uses. Where guesses are `judged`, only in layers in which they have been
+    /// right lately. What the layer then misses, it takes from there.
+    ///
+    /// # Errors
+    /// [`Error::BadArgument`] where the limits say that it does not do this, and for another number of slots.
+    fn fetch_ahead(&mut self, staging: &[SlotId], judged: bool) -> Result<()> {
+        let reason =
+            format!("{} staging slots (judged: {judged}): this driver brings nothing", staging.len());
+        Err(Error::BadArgument { what: "device driver", reason })
+    }
+
     /// Starts from what is in the slots: everything that has a slot is there.
     ///
     /// # Errors
-    /// [`Error::BadArgument`] for a shape with staging slots, or of more than [`MOST_DEVICE_SLOTS`] slots a partition.
+    /// [`Error::BadArgument`] for a shape of more than [`MOST_DEVICE_SLOTS`] slots a partition.
     fn take_over(&mut self, shape: &PoolShape, residency: &Residency) -> Result<()>;
 
     /// Waits for the steps so far and says what is in the slots now.

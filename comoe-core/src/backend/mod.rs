@@ -21,8 +21,9 @@ use candle_core::{DType, Tensor};
 pub use bond::PeerAccess;
 pub use chunks::Chunks;
 pub use device::{
-    COPIED_RECORD_BYTES, DeviceCounters, DeviceDriver, DeviceLimits, DeviceStep, DriverKind,
-    MOST_DEVICE_ASSIGNMENTS, MOST_DEVICE_SLOTS, MOST_DEVICE_TOKENS, RoutingFault, StepFault,
+    AheadCounters, COPIED_RECORD_BYTES, DeviceCounters, DeviceDriver, DeviceGuess, DeviceLimits, DeviceStep,
+    DriverKind, MOST_DEVICE_ASSIGNMENTS, MOST_DEVICE_SLOTS, MOST_DEVICE_TOKENS, RoutingFault, STAGED_AHEAD,
+    StepFault,
 };
 
 use crate::error::{Error, Result};

@@ -175,11 +175,12 @@ impl<S> CacheBuilder<S> {
             return Err(Error::NoExperts { what: "the store".to_owned() });
         }
         let room = options.room(&device)?;
-        let pool = PoolSetup { device: &device, source: &source, options: &options, room, cuda, rules };
+        let pool =
+            PoolSetup { device: &device, source: &source, options: &options, room, cuda, rules, alone: true };
         let Made { engine, tier, mut info, mut notes, policy, drives } = pool.make(backend, of_experts)?;
         let driver = driver_in_force(options.driver, &device, of_experts, drives, &mut info, &mut notes)?;
         tell(&notes, [&info]);
-        let takes_hints = engine.takes_hints();
+        let (takes_hints, fetches_ahead) = (engine.takes_hints(), engine.fetches_ahead());
         let core = Core {
             engine: Mutex::new(engine),
             fleet: None,
@@ -192,6 +193,7 @@ impl<S> CacheBuilder<S> {
             policy,
             driver,
             takes_hints,
+            fetches_ahead,
             observer: Mutex::new(None),
         };
         Ok((core, store))
@@ -207,6 +209,8 @@ pub(super) struct PoolSetup<'a> {
     pub(super) room: Option<Room>,
     pub(super) cuda: CudaOptions,
     pub(super) rules: Rules,
+    /// No other device has part in its steps.
+    pub(super) alone: bool,
 }
 
 /// A device's engine, and what there is to say about it.
@@ -223,7 +227,7 @@ pub(super) struct Made {
 impl PoolSetup<'_> {
     /// Makes the pool and starts the backend, the device's own unless another is given.
     pub(super) fn make(self, backend: Option<Box<dyn Backend>>, of_experts: bool) -> Result<Made> {
-        let Self { device, source, options, room, cuda, rules } = self;
+        let Self { device, source, options, room, cuda, rules, alone } = self;
         let directory = Arc::new(source.directory().clone());
         let slot_bytes = match device {
             Device::Cuda(_) => cuda.slot_bytes(&directory),
@@ -297,7 +301,7 @@ impl PoolSetup<'_> {
             layout.notes.push(note);
         }
         engine.keep(&pins)?;
-        let drives = drive(options.driver, policy, &mut engine, of_experts);
+        let drives = drive(options.driver, policy, &mut engine, of_experts, alone);
         Ok(Made { engine, tier, info, notes: layout.notes, policy, drives })
     }
 }
@@ -380,6 +384,7 @@ fn drive(
     policy: PolicyKind,
     engine: &mut Engine,
     of_experts: bool,
+    alone: bool,
 ) -> std::result::Result<(), String> {
     if !of_experts {
         return Err("its records are no experts".to_owned());
@@ -390,7 +395,7 @@ fn drive(
     if !policy.is_a_devices() {
         return Err(format!("the policy is {policy}, the device knows lru, lfru and aged"));
     }
-    engine.offer_device(asked)
+    engine.offer_device(asked, alone)
 }
 
 #[cfg_attr(not(feature = "cuda"), expect(unused_variables, reason = "only GPUs have options"))]

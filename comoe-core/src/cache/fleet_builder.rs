@@ -97,6 +97,7 @@ impl CacheBuilder<ExpertStore> {
             policy,
             driver,
             takes_hints,
+            fetches_ahead: false,
             observer: Mutex::new(None),
             tier: None,
             fleet: Some(Fleet {
@@ -225,7 +226,8 @@ impl CacheBuilder<ExpertStore> {
         let backend = make.map(|make| make(seat.number, part.clone())).transpose()?;
         let room = self.room(seat.number)?;
         let (cuda, rules) = (self.cuda.clone(), self.rules);
-        PoolSetup { device, source: part, options: &options, room, cuda, rules }.make(backend, true)
+        PoolSetup { device, source: part, options: &options, room, cuda, rules, alone: false }
+            .make(backend, true)
     }
 
     /// After device `d` of `seats` failed with `e`: gives it less, or leaves it out, and says so.

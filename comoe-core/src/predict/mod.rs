@@ -81,10 +81,12 @@ pub enum Prefetch {
     /// What [`Correlation`] predicts for the next layer.
     Correlation,
     /// What the model's own next router says; see [`StaleGate`]. Nothing where the caller gives no guesses
-    /// ([`CacheLayer::with_guess`](crate::CacheLayer::with_guess)).
+    /// ([`CacheLayer::with_guess`](crate::CacheLayer::with_guess), and in steps that the device drives
+    /// [`CacheLayer::with_device_guess`](crate::CacheLayer::with_device_guess)).
     StaleGate,
     /// [`StaleGate`] with callers that give guesses and [`Correlation`] with others, in layers where it pays: judged all the
-    /// time by an [`EvidenceGate`]. (Measured: comoe-bench/RESULTS-routing.md. [`Combined`] guesses more accesses than
+    /// time by an [`EvidenceGate`]. In steps that the device drives, the caller's guesses alone, where they are right often
+    /// enough. (Measured: comoe-bench/RESULTS-routing.md. [`Combined`] guesses more accesses than
     /// [`Correlation`], but no more of those that miss.)
     Auto,
 }

@@ -6,7 +6,7 @@ use super::Engine;
 use super::token::Token;
 use crate::backend::{
     COPIED_RECORD_BYTES, DeviceCounters, DeviceDriver, DeviceLimits, DeviceStep, DriverKind,
-    MOST_DEVICE_ASSIGNMENTS, MOST_DEVICE_SLOTS, MOST_DEVICE_TOKENS,
+    MOST_DEVICE_ASSIGNMENTS, MOST_DEVICE_SLOTS, MOST_DEVICE_TOKENS, STAGED_AHEAD, SlotId,
 };
 use crate::error::{Error, Result};
 use crate::stats::{CacheStats, human_bytes};
@@ -27,14 +27,26 @@ pub(super) struct Drive {
     base: Vec<DeviceCounters>,
     /// How often the device had used each record then.
     base_uses: Vec<u64>,
+    /// The device brings what callers guess for the next layer; whether it is judged.
+    ahead: Option<Ahead>,
+}
+
+#[derive(Debug, Clone, Copy)]
+struct Ahead {
+    judged: bool,
 }
 
 impl Engine {
     /// Lets the device drive steps of few tokens from here on, or says why it cannot, or should not where that was not
-    /// `asked` for.
-    pub(crate) fn offer_device(&mut self, asked: DriverKind) -> std::result::Result<(), String> {
-        if self.prefetch.is_some() {
-            return Err("prefetching is the host driver's".to_owned());
+    /// `asked` for. Where guesses are the caller's, prefetching is the device's from then on, too, if it is `alone`.
+    pub(crate) fn offer_device(&mut self, asked: DriverKind, alone: bool) -> std::result::Result<(), String> {
+        if let Some(prefetch) = &self.prefetch {
+            if !prefetch.predictor.takes_hints() {
+                return Err("prefetching by what a table has learned is the host driver's".to_owned());
+            }
+            if !alone || !self.backend.device_driver()?.limits().ahead {
+                return Err("prefetching is the host driver's here".to_owned());
+            }
         }
         if let Some(&most) = self.pool.shape().partitions.iter().max().filter(|&&n| n > MOST_DEVICE_SLOTS) {
             return Err(format!(
@@ -62,9 +74,22 @@ impl Engine {
             }
             _ => {}
         }
+        if let Some(prefetch) = &self.prefetch {
+            let (judged, first) = (prefetch.gate.is_some(), shape.slots() as u32);
+            let staging: Vec<SlotId> = (first..).take(shape.staging.min(STAGED_AHEAD)).map(SlotId).collect();
+            self.backend.device_driver()?.fetch_ahead(&staging, judged).map_err(|e| e.to_string())?;
+            self.drive.ahead = Some(Ahead { judged });
+            // Its staging slots are the device's now, and prompts have the ring.
+            self.prefetch = None;
+        }
         self.drive.limits = limits;
         self.drive.offered = true;
         Ok(())
+    }
+
+    /// Whether device-driven steps of one token make use of a guess for the next layer.
+    pub(crate) fn fetches_ahead(&self) -> bool {
+        self.drive.ahead.is_some()
     }
 
     /// Takes back [`Self::offer_device`].
@@ -199,7 +224,7 @@ impl Engine {
     /// The device's counters since the cache's began, added to `stats`.
     pub(super) fn add_device_counts(&mut self, stats: &mut CacheStats) {
         let Some(counters) = self.device_counters() else { return };
-        let mut bytes = 0;
+        let (mut bytes, mut ahead_bytes) = (0, 0);
         for (i, now) in counters.iter().enumerate() {
             let then = self.drive.base.get(i).copied().unwrap_or_default();
             let (steps, missed) = (now.steps - then.steps, now.steps_with_miss - then.steps_with_miss);
@@ -213,8 +238,22 @@ impl Engine {
             stats.steps_with_transfer += missed;
             stats.transfers += missed;
             stats.records_moved += accesses - hits;
-            bytes += (accesses - hits) * self.directory.layers()[i].record_bytes as u64;
+            let ahead = now.ahead - then.ahead;
+            let (wasted, wasted_bytes) = (ahead.brought - ahead.used, ahead.bytes - ahead.saved_bytes);
+            bytes += (accesses - hits) * self.directory.layers()[i].record_bytes as u64 - ahead.saved_bytes;
+            ahead_bytes += ahead.bytes;
+            layer.prefetch_used += ahead.used;
+            layer.prefetch_wasted += wasted;
+            layer.prefetch_width = ahead.width;
+            stats.guessed += ahead.guessed;
+            stats.guessed_right += ahead.right;
+            stats.prefetched += ahead.brought;
+            stats.prefetched_bytes += ahead.bytes;
+            stats.prefetch_used += ahead.used;
+            stats.prefetch_wasted += wasted;
+            stats.prefetch_wasted_bytes += wasted_bytes;
         }
+        stats.prefetch_judged |= self.drive.ahead.is_some_and(|a| a.judged);
         if stats.pinned_slots > 0 {
             let uses = self.device_uses();
             for record in self.pool.kept() {
@@ -227,7 +266,7 @@ impl Engine {
         }
         stats.bytes_moved += bytes;
         // What the host brought, its copy queue has timed.
-        stats.read_through_bytes += bytes.saturating_sub(self.drive.brought_bytes);
+        stats.read_through_bytes += bytes.saturating_sub(self.drive.brought_bytes) + ahead_bytes;
     }
 
     pub(super) fn reset_device_counts(&mut self) {

@@ -272,7 +272,13 @@ pub(crate) fn run(
     let (mut items, mut list) = (Vec::new(), Vec::new());
     for (e, assignments) in groups {
         let (first, count) = (list.len() as u32, assignments.len() as u32);
-        items.push(DeviceItem { src: places[*e].0, dst: places[*e].1, first, count });
+        items.push(DeviceItem {
+            src: places[*e].0,
+            dst: places[*e].1,
+            first,
+            count,
+            ..DeviceItem::default()
+        });
         list.extend(assignments);
     }
     // An unused item, as a device-side schedule leaves them.

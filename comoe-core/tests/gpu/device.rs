@@ -164,6 +164,7 @@ fn tables_equal_the_pools_after_each_of_5000_steps() {
                 weights: &call.weights,
                 ordinal: 0,
                 room: None,
+                guess: None,
             };
             let driver = backend.device_driver().expect("a driver");
             driver.step(step_of_layer).expect("a step");
@@ -301,7 +302,17 @@ fn nothing_runs_behind_a_fault() {
         let (spec, layout) = (&experts.spec, &experts.layout);
         let weights = &weights;
         driver
-            .step(DeviceStep { layer, spec, layout, x: &x, ids: &ids, weights, ordinal: 0, room: None })
+            .step(DeviceStep {
+                layer,
+                spec,
+                layout,
+                x: &x,
+                ids: &ids,
+                weights,
+                ordinal: 0,
+                room: None,
+                guess: None,
+            })
             .expect("a step")
     };
     step(0, [0, 1, 2, 1]);

@@ -135,8 +135,17 @@ fn timing_of_device_driven_decode() {
             let mut token = || {
                 for (layer, ids) in of_layer.iter().enumerate() {
                     let (spec, layout, weights) = (&spec, &layout, &weights);
-                    let step =
-                        DeviceStep { layer, spec, layout, x: &x, ids, weights, ordinal: 0, room: None };
+                    let step = DeviceStep {
+                        layer,
+                        spec,
+                        layout,
+                        x: &x,
+                        ids,
+                        weights,
+                        ordinal: 0,
+                        room: None,
+                        guess: None,
+                    };
                     driver.step(step).expect("a step");
                 }
             };

@@ -40,9 +40,9 @@ fn run_gemm(
     let (mut items, mut list) = (vec![DeviceItem::default()], Vec::new());
     for (e, assignments) in groups {
         let (first, count) = (list.len() as u32, assignments.len() as u32);
-        items.push(DeviceItem { src: places[*e].0, dst: 0, first, count });
+        items.push(DeviceItem { src: places[*e].0, dst: 0, first, count, ..DeviceItem::default() });
         // Items without assignments, as a schedule may leave them.
-        items.push(DeviceItem { src: places[*e].0, dst: 0, first, count: 0 });
+        items.push(DeviceItem { src: places[*e].0, dst: 0, first, count: 0, ..DeviceItem::default() });
         list.extend(assignments);
     }
     let (hidden, inner) = (experts.spec.hidden, experts.spec.intermediate);

@@ -281,7 +281,7 @@ fn weights_on_the_input_scale_x_first() {
         let (mut items, mut list) = (Vec::new(), Vec::new());
         for (e, assignments) in routing.groups() {
             let (first, count) = (list.len() as u32, assignments.len() as u32);
-            items.push(DeviceItem { src: places[e].0, dst: 0, first, count });
+            items.push(DeviceItem { src: places[e].0, dst: 0, first, count, ..DeviceItem::default() });
             list.extend(assignments);
         }
         let (items_on, list_on) = (gpu.upload_items(&items), gpu.upload_u32(&list));
@@ -320,7 +320,13 @@ fn dequantised_records_are_the_cpus_byte_for_byte() {
             let (_records, places) = upload(&gpu, &experts);
             let out: Vec<_> = (0..2).map(|_| gpu.poisoned(to.record_bytes + 512)).collect();
             let items: Vec<_> = (0..2)
-                .map(|e| DeviceItem { src: places[e].0, dst: out[e].at, first: 0, count: 0 })
+                .map(|e| DeviceItem {
+                    src: places[e].0,
+                    dst: out[e].at,
+                    first: 0,
+                    count: 0,
+                    ..DeviceItem::default()
+                })
                 .chain([DeviceItem { src: places[0].0, ..DeviceItem::default() }])
                 .collect();
             let items_on = gpu.upload_items(&items);
@@ -399,7 +405,7 @@ fn gather_copies_the_start_of_each_record() {
         let (mut items, mut list, mut want) = (Vec::new(), Vec::new(), vec![0xff; 6 * bytes + 16]);
         for (r, assignments) in &groups {
             let (first, count) = (list.len() as u32, assignments.len() as u32);
-            items.push(DeviceItem { src: on[*r].at, dst: 0, first, count });
+            items.push(DeviceItem { src: on[*r].at, dst: 0, first, count, ..DeviceItem::default() });
             for a in assignments {
                 want[*a as usize * bytes..(*a as usize + 1) * bytes].copy_from_slice(&records[*r][..bytes]);
                 list.push(*a);

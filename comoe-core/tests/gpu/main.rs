@@ -4,6 +4,7 @@
 //!     gpu --ignored --test-threads 1 --nocapture
 #![cfg(feature = "cuda")]
 
+mod ahead;
 mod backend;
 mod capture;
 mod case;

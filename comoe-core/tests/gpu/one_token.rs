@@ -77,7 +77,7 @@ fn y(case: &Case<'_>, fused: bool) -> Vec<u8> {
     let (mut items, mut list) = (vec![DeviceItem::default()], Vec::new());
     for (e, assignments) in routing.groups() {
         let (first, count) = (list.len() as u32, assignments.len() as u32);
-        items.push(DeviceItem { src: places[e].0, dst: places[e].1, first, count });
+        items.push(DeviceItem { src: places[e].0, dst: places[e].1, first, count, ..DeviceItem::default() });
         list.extend(assignments);
     }
     let most = items.iter().map(|i| i.count as usize).max().unwrap_or(0);

@@ -59,6 +59,7 @@ fn kept_records_stay_and_tables_equal_the_pools() {
                     weights: &call.weights,
                     ordinal: 0,
                     room: None,
+                    guess: None,
                 })
                 .expect("a step");
             let y: Vec<f32> = y.flatten_all().and_then(|y| y.to_vec1()).expect("y");

@@ -149,9 +149,9 @@ fn time_one_layer_of_qwen3_30b() {
         let items: Vec<_> = (0..layers * TOP_K)
             .map(|n| DeviceItem {
                 src: pool.at + (n * layout.record_bytes) as u64,
-                dst: 0,
                 first: (n % TOP_K) as u32,
                 count: 1,
+                ..DeviceItem::default()
             })
             .collect();
         let items_on = gpu.upload_items(&items);
@@ -274,9 +274,9 @@ fn time_prefill_of_one_layer() {
                     first += count;
                     DeviceItem {
                         src: pool.at + (e * layout.record_bytes) as u64,
-                        dst: 0,
                         first: first - count,
                         count,
+                        ..DeviceItem::default()
                     }
                 })
                 .collect();

@@ -86,6 +86,7 @@ fn follow(device: &Device, trace: &Trace, shape: PoolShape, policy: PolicyKind, 
                 weights: &weights,
                 ordinal: 0,
                 room: None,
+                guess: None,
             };
             driver.step(step).expect("a step");
             let set: Vec<_> = chosen.iter().map(|e| RecordIndex((layer * experts) as u32 + e)).collect();

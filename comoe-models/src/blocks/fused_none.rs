@@ -4,6 +4,7 @@ use std::marker::PhantomData;
 
 use candle_core::{DType, Device, Result, Tensor};
 use comoe_core::Activation;
+use comoe_core::backend::DeviceGuess;
 
 use super::attend::Attend;
 use super::heads::HeadSplit;
@@ -38,6 +39,8 @@ pub(super) struct Heads<'a> {
 pub struct GivenRouting {
     /// `[tokens, layers, top_k]`, U32: the experts of the model's layers.
     pub ids: Tensor,
+    /// The same for what the layer before guesses of each, in place of the stale gate's guess.
+    pub guesses: Option<Tensor>,
     /// Position of the first token. Behind the last one it begins anew.
     pub first: usize,
 }
@@ -87,6 +90,20 @@ impl Fused {
 
     pub(crate) fn check(&mut self) -> crate::Result<()> {
         match *self {}
+    }
+}
+
+impl Step<'_> {
+    pub(super) fn beside<R>(&self, _: impl FnOnce(&Step<'_>) -> crate::Result<R>) -> crate::Result<R> {
+        match self {
+            Self::Never(never, _) => match *never {},
+        }
+    }
+
+    pub(super) fn guess<'g>(&'g self, _: &'g Tensor) -> DeviceGuess<'g> {
+        match self {
+            Self::Never(never, _) => match *never {},
+        }
     }
 }
 

@@ -74,17 +74,30 @@ impl Moe {
         step: Step<'_>,
     ) -> Result<Tensor> {
         let routed = |router_input: &Tensor, x: &Tensor| -> Result<Tensor> {
-            let (ids, weights) = self.router.forward(router_input, step)?;
             let layer = experts.layer(self.layer);
+            if let Step::Fused(fused) = step {
+                // First, so that it runs beside this layer's own router.
+                let guess = match &self.ahead {
+                    Some(ahead) if layer.wants_device_guess(x.dim(0)?, self.router.top_k()) => {
+                        Some(ahead.guess_beside(router_input, fused)?)
+                    }
+                    _ => None,
+                };
+                let (ids, weights) = self.router.forward(router_input, step)?;
+                let layer = match &guess {
+                    Some(ids) => layer.with_device_guess(fused.guess(ids)),
+                    None => layer,
+                };
+                let y = layer.forward_to(x, &ids, &weights, &fused.room_like(x)?)?;
+                fused.mark("experts", 0)?;
+                return Ok(y);
+            }
+            let (ids, weights) = self.router.forward(router_input, step)?;
             let guess = match &self.ahead {
                 Some(ahead) if layer.wants_guess(x.dim(0)?) => ahead.guess(router_input)?,
                 _ => Vec::new(),
             };
-            let layer = layer.with_guess(&guess);
-            let Step::Fused(fused) = step else { return Ok(layer.forward(x, &ids, &weights)?) };
-            let y = layer.forward_to(x, &ids, &weights, &fused.room_like(x)?)?;
-            fused.mark("experts", 0)?;
-            Ok(y)
+            Ok(layer.with_guess(&guess).forward(x, &ids, &weights)?)
         };
         Ok(match &self.shared {
             Shared::None => routed(x, x)?,

@@ -56,6 +56,11 @@ impl Router {
         Ok(Self { projection, extras, on_device, plan, layer })
     }
 
+    /// Experts that it chooses for a token.
+    pub(super) fn top_k(&self) -> usize {
+        self.plan.top_k
+    }
+
     /// The same router, choosing `top_k` experts.
     pub(super) fn choosing(&self, top_k: usize) -> Self {
         Self { plan: RouterPlan { top_k, ..self.plan }, ..self.clone() }

@@ -2,6 +2,7 @@
 
 use candle_core::Tensor;
 
+use super::fused;
 use super::moe::Moe;
 use super::router::Router;
 use super::step::Step;
@@ -13,6 +14,8 @@ use crate::error::Result;
 #[derive(Debug, Clone)]
 pub struct StaleGate {
     router: Router,
+    /// The same, choosing as many as the layer will.
+    near: Router,
 }
 
 impl StaleGate {
@@ -26,6 +29,14 @@ impl StaleGate {
         let (ids, _) = self.router.forward(x, Step::At(0))?;
         Ok(ids.flatten_all()?.to_vec1()?)
     }
+
+    /// As many experts as the layer will choose, `[1, top_k]` U32 on the device, made beside the step `step`.
+    ///
+    /// # Errors
+    /// Those of candle and of the driver.
+    pub(super) fn guess_beside(&self, x: &Tensor, step: &fused::Step<'_>) -> Result<Tensor> {
+        step.beside(|step| Ok(self.near.forward(x, Step::Fused(step))?.0))
+    }
 }
 
 /// Gives every layer of `moes`, which are those of `plan` in order, the router of the one after it.
@@ -33,8 +44,8 @@ pub fn connect<'m>(moes: impl Iterator<Item = &'m mut Moe>, plan: &DecoderPlan) 
     let mut before: Option<&mut Moe> = None;
     for (moe, (_, plan)) in moes.zip(plan.moe_layers()) {
         if let Some(before) = before {
-            let router = moe.router().choosing((2 * plan.router.top_k).min(plan.experts));
-            before.look_ahead(StaleGate { router });
+            let (near, twice) = (moe.router().clone(), (2 * plan.router.top_k).min(plan.experts));
+            before.look_ahead(StaleGate { router: near.choosing(twice), near });
         }
         before = Some(moe);
     }
@@ -53,7 +64,7 @@ mod tests {
         let projection = Linear::new(&random(&[8, 16], 1), None).unwrap();
         let router =
             Router::new(projection, RouterExtras::default(), RouterPlan::softmax(3, true), 0).unwrap();
-        let gate = StaleGate { router: router.choosing(6) };
+        let gate = StaleGate { router: router.choosing(6), near: router.clone() };
         for seed in 2..12 {
             let x = random(&[1, 16], seed);
             let guess = gate.guess(&x).unwrap();

@@ -8,6 +8,7 @@ use std::sync::Arc;
 use candle_core::{CudaDevice, DType, Device, Tensor};
 use cudarc::driver::{CudaStream, result};
 
+use super::ahead::Ahead;
 use super::arena::Arena;
 use super::batch;
 use super::compute::{Compute, address_of};
@@ -51,6 +52,8 @@ pub struct CudaBackend {
     pub(super) rounded: Workspace,
     /// Of the driver on the GPU, once it has been used.
     pub(super) tables: Option<Tables>,
+    /// Of the same, where it brings what is guessed.
+    pub(super) ahead: Option<Ahead>,
     pub(super) compute: Compute,
     timelines: Arc<Timelines>,
     pub(super) arena: Arc<Arena>,
@@ -148,6 +151,7 @@ impl CudaBackend {
             partial: Workspace::new(&gpu, "the experts' outputs")?,
             rounded: Workspace::new(&gpu, "a step's input in bf16")?,
             tables: None,
+            ahead: None,
             compute: Compute::new(&gpu)?,
             timelines: Arc::new(Timelines::new(&gpu)?),
             arena,
@@ -283,9 +287,9 @@ fn device_items(slots: &Slots, work: &[WorkItem], bytes: usize) -> Result<(Vec<D
     for item in work {
         items.push(DeviceItem {
             src: slots.address(item.slot, bytes)?,
-            dst: 0,
             first: assignments.len() as u32,
             count: item.assignments.len() as u32,
+            ..DeviceItem::default()
         });
         assignments.extend_from_slice(&item.assignments);
     }
@@ -638,7 +642,11 @@ impl Backend for CudaBackend {
         BackendMemory {
             slots: bytes(&[self.slab.as_ref().map_or(0, Slab::bytes)]),
             workspace: bytes(&[self.hidden.bytes(), self.partial.bytes(), self.rounded.bytes()]),
-            buffers: bytes(&[self.upload.bytes(), self.tables.as_ref().map_or(0, Tables::bytes)]),
+            buffers: bytes(&[
+                self.upload.bytes(),
+                self.tables.as_ref().map_or(0, Tables::bytes),
+                self.ahead.as_ref().map_or(0, Ahead::bytes),
+            ]),
         }
     }
 

@@ -6,9 +6,12 @@
 //! finds. All addresses hold from step to step, so that a graph may replay them; how many slots a layer has is in the
 //! tables, so that they also hold when slots come and go.
 
+use std::sync::Arc;
+
 use candle_core::{DType, Tensor};
 use cudarc::driver::CudaStream;
 
+use super::ahead::{Ahead, Fetch};
 use super::backend::CudaBackend;
 use super::compute::address_of;
 use super::context::Doing;
@@ -20,8 +23,8 @@ use super::resolve::{
 };
 use super::tables::{FaultWord, Tables};
 use crate::backend::{
-    DeviceCounters, DeviceDriver, DeviceLimits, DeviceStep, MOST_DEVICE_SLOTS, MOST_DEVICE_TOKENS,
-    RoutingFault, StepFault,
+    DeviceCounters, DeviceDriver, DeviceGuess, DeviceLimits, DeviceStep, MOST_DEVICE_SLOTS,
+    MOST_DEVICE_TOKENS, RoutingFault, SlotId, StepFault,
 };
 use crate::error::{Error, Result};
 use crate::expert::{ExpertLayout, ExpertSpec, WeightOn};
@@ -124,6 +127,24 @@ pub(super) struct Ask<'a> {
     pub(super) ordinal: u32,
 }
 
+/// A guess for the next layer: where it lies, and how many experts it names.
+struct Guess<'a> {
+    at: u64,
+    len: usize,
+    stream: Option<&'a Arc<CudaStream>>,
+}
+
+impl<'a> Guess<'a> {
+    fn new(guess: &DeviceGuess<'a>, caller: &CudaStream) -> Result<Self> {
+        if guess.ids.dtype() != DType::U32 {
+            let reason = format!("expected U32, got {:?}", guess.ids.dtype());
+            return Err(Error::BadArgument { what: "guess", reason });
+        }
+        let at = address_of(guess.ids, guess.stream.map_or(caller, |s| s))?;
+        Ok(Self { at, len: guess.ids.elem_count(), stream: guess.stream })
+    }
+}
+
 impl<'a> Ask<'a> {
     pub(super) fn new(step: &DeviceStep<'a>, io: &StepIo, expansion: Option<&'a Expansion>) -> Self {
         Self {
@@ -183,6 +204,9 @@ impl CudaBackend {
         let fills = tables.address(at.fills);
         let half_life = tables.half_lives.get(partition).copied();
         let (numbers, all) = ask.numbers.unwrap_or((0, entry.experts));
+        let (ahead, foresight) = self.ahead.as_ref().map_or((0, 0), |a| a.addresses(layer));
+        let items_of =
+            |items| Items { layout, items, len: most_items, assignments: list, most: tokens, tokens };
         let resolve = Resolve {
             ids: ask.ids,
             weights: ask.weights,
@@ -216,8 +240,12 @@ impl CudaBackend {
             weight_on_input: on_input.into(),
             ordinal: ask.ordinal,
             all: all as u32,
+            ahead,
+            foresight,
+            record_bytes: entry.record_bytes as u32,
+            parts: self.kernels.takes_parts(&items_of(items)).into(),
         };
-        let items = Items { layout, items, len: most_items, assignments: list, most: tokens, tokens };
+        let items = items_of(items);
         Ok(Launches {
             resolve,
             dequant: ask.expansion.map(|Expansion { from, to }| DequantArgs {
@@ -239,6 +267,27 @@ impl CudaBackend {
         })
     }
 
+    /// What may be brought behind a step of layer `layer`.
+    fn fetch(&self, layer: usize, guess: &Guess<'_>) -> Result<Option<Fetch>> {
+        let Some(next) = self.source.directory().layers().get(layer + 1).filter(|_| self.ahead.is_some())
+        else {
+            return Ok(None);
+        };
+        let tables = self.tables()?;
+        Ok(Some(Fetch {
+            guess: guess.at,
+            guesses: guess.len as u32,
+            slot_of: tables.address(tables.at.slot_of),
+            address: tables.address(tables.at.address),
+            experts: next.experts as u32,
+            first_record: next.first,
+            bytes: next.record_bytes as u32,
+            layer: layer as u32,
+            // The branch adds what is its own.
+            ..Fetch::default()
+        }))
+    }
+
     /// Enqueues the reading of a step's misses, where slots hold experts expanded to BF16.
     ///
     /// # Safety
@@ -255,17 +304,25 @@ impl CudaBackend {
 impl DeviceDriver for CudaBackend {
     fn limits(&self) -> DeviceLimits {
         let partial = (!self.arena.is_whole()).then(|| self.memory_note());
-        DeviceLimits { only_into_slots: partial.is_some() || !self.options.expansions.is_empty(), partial }
+        let only_into_slots = partial.is_some() || !self.options.expansions.is_empty();
+        // Places in a record are 32 bits there.
+        let ahead = u32::try_from(self.source.directory().largest_record()).is_ok();
+        DeviceLimits { only_into_slots, partial, ahead }
+    }
+
+    fn fetch_ahead(&mut self, staging: &[SlotId], judged: bool) -> Result<()> {
+        let (layers, slots) = (self.source.directory().layers().len(), self.slots()?);
+        let delays = self.options.faults.delay_seed.is_some();
+        self.ahead = Some(Ahead::new(&self.gpu, slots, staging, layers, judged, delays)?);
+        Ok(())
     }
 
     fn take_over(&mut self, shape: &PoolShape, residency: &Residency) -> Result<()> {
         let directory = self.source.directory();
         let (slots, most) = (self.slots()?, shape.partitions.iter().max().copied().unwrap_or(0));
-        if shape.staging > 0 || most > MOST_DEVICE_SLOTS || shape.slots() > slots.count {
+        if most > MOST_DEVICE_SLOTS || shape.slots() > slots.count {
             let reason = format!(
-                "{} staging slots and up to {most} slots a partition, {} of {} in all: the device drives none and up \
-                 to {MOST_DEVICE_SLOTS}",
-                shape.staging,
+                "up to {most} slots a partition, {} of {} in all: the device drives up to {MOST_DEVICE_SLOTS}",
                 shape.slots(),
                 slots.count
             );
@@ -291,6 +348,12 @@ impl DeviceDriver for CudaBackend {
         let expansion = self.expansion(step.layer);
         let ask = Ask::new(&step, &io, expansion.as_ref());
         let launches = self.launches(&ask)?;
+        let guess = step.guess.map(|guess| Guess::new(&guess, &caller)).transpose()?;
+        let fetch = match &guess {
+            Some(guess) => self.fetch(step.layer, guess)?.map(|fetch| (fetch, guess.stream)),
+            None => None,
+        };
+        let is_last = step.layer + 1 == self.source.directory().layers().len();
         let combine = CombineArgs {
             partial: launches.down.partial,
             weights: launches.resolve.factors,
@@ -311,7 +374,15 @@ impl DeviceDriver for CudaBackend {
             self.kernels.resolve(stream, &launches.resolve)?;
             self.read_expanded(&launches)?;
             self.kernels.gate_up(stream, &launches.gate_up)?;
+            // Most of what this layer misses is there by now, so what is brought for the next one holds it up little, and
+            // is well under way when the link falls idle.
+            if let (Some((fetch, from)), Some(ahead)) = (fetch, self.ahead.as_mut()) {
+                ahead.fork(&self.kernels, stream, from, fetch)?;
+            }
             self.kernels.down_combine(stream, &launches.down, &combine)?;
+        }
+        if let Some(ahead) = self.ahead.as_mut().filter(|_| is_last) {
+            ahead.join(self.compute.stream())?;
         }
         self.compute.leave(&caller)?;
         Ok(io.y)
@@ -357,9 +428,18 @@ impl DeviceDriver for CudaBackend {
         let Some(tables) = &self.tables else { return Ok(vec![DeviceCounters::default(); layers]) };
         self.compute.stream().synchronize().doing("waiting for kernels")?;
         let words = tables.long_words(tables.at.counters, layers * COUNTERS_BYTES / 8)?;
-        let of =
-            |c: &[u64; 4]| DeviceCounters { steps: c[0], steps_with_miss: c[1], accesses: c[2], hits: c[3] };
-        Ok(words.as_chunks().0.iter().map(of).collect())
+        let of = |c: &[u64; 4]| DeviceCounters {
+            steps: c[0],
+            steps_with_miss: c[1],
+            accesses: c[2],
+            hits: c[3],
+            ..Default::default()
+        };
+        let mut counters: Vec<DeviceCounters> = words.as_chunks().0.iter().map(of).collect();
+        if let Some(ahead) = &self.ahead {
+            counters.iter_mut().zip(ahead.counters()?).for_each(|(all, ahead)| all.ahead = ahead);
+        }
+        Ok(counters)
     }
 
     fn uses(&mut self) -> Result<Vec<u64>> {

@@ -50,7 +50,7 @@ impl Expander {
             self.enqueue(stream)?;
             self.layer = layer;
         }
-        self.items.push(DeviceItem { src: from, dst: to, first: 0, count: 1 });
+        self.items.push(DeviceItem { src: from, dst: to, count: 1, ..DeviceItem::default() });
         Ok(())
     }
 

@@ -16,6 +16,7 @@ pub use self::gemm::{GemmDownArgs, GemmGateUpArgs, GemmItems, GemmRoundArgs, Gem
 use self::one_token::OneToken;
 use self::peers::PeerKernels;
 
+use super::ahead::FETCH_SHARED_BYTES;
 use crate::error::{Error, Result};
 use crate::expert::{Activation, ExpertLayout, MatrixLayout};
 use crate::format::ExpertFormat;
@@ -119,6 +120,7 @@ pub struct Kernels {
     gather: CudaFunction,
     pull: CudaFunction,
     resolve: CudaFunction,
+    fetch: CudaFunction,
     peers: PeerKernels,
 }
 
@@ -198,6 +200,12 @@ impl Kernels {
             gather: function("gather")?,
             pull: function("pull")?,
             resolve: function("resolve")?,
+            fetch: {
+                let fetch = function("fetch")?;
+                let most = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+                fetch.set_attribute(most, FETCH_SHARED_BYTES as i32).map_err(fail)?;
+                fetch
+            },
             peers: PeerKernels::load(&module).map_err(fail)?,
         })
     }
@@ -209,6 +217,10 @@ impl Kernels {
 
     pub(super) fn resolve_function(&self) -> &CudaFunction {
         &self.resolve
+    }
+
+    pub(super) fn fetch_function(&self) -> &CudaFunction {
+        &self.fetch
     }
 
     pub(super) fn launch_error(&self, what: &str, error: DriverError) -> Error {

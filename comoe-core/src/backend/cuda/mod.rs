@@ -4,9 +4,12 @@
 //! (RAM that holds some of them, page-locked),
 //! `timeline` (streams and tickets), `batch`, `expand`, `sender`, `bounce` and `copies` (the copy queues), `compute` and
 //! `upload` (the compute queue), `kernels`, and the backend that puts them together, with `many` for steps of many tokens.
-//! `device`, `tables` and `resolve` are the driver whose tables live on the GPU. A backend serves one GPU and nothing here
+//! `device`, `tables` and `resolve` are the driver whose tables live on the GPU, `ahead` is what it brings before it is asked
+//! for. A backend serves one GPU and nothing here
 //! is global, so several GPUs are several backends, and `peers` is what is between them.
 
+#[cfg(feature = "cuda")]
+mod ahead;
 #[cfg(feature = "cuda")]
 mod arena;
 #[cfg(feature = "cuda")]
@@ -59,6 +62,8 @@ mod timeline;
 mod upload;
 mod workspace;
 
+#[cfg(feature = "cuda")]
+pub use ahead::SideStream;
 #[cfg(feature = "cuda")]
 pub use backend::CudaBackend;
 #[cfg(feature = "cuda")]

@@ -165,7 +165,12 @@ impl Rig {
         }
         let base = self.locked.device_address()?;
         let items: Vec<DeviceItem> = (0..records)
-            .map(|i| DeviceItem { src: base + (i * RECORD) as u64, dst: 0, first: i as u32, count: 1 })
+            .map(|i| DeviceItem {
+                src: base + (i * RECORD) as u64,
+                first: i as u32,
+                count: 1,
+                ..DeviceItem::default()
+            })
             .collect();
         let assignments: Vec<u32> = (0..records as u32).collect();
         let (head, tail) = (bytes_of(&items), bytes_of(&assignments));

@@ -65,6 +65,10 @@ pub(super) struct Resolve {
     pub(super) weight_on_input: u32,
     pub(super) ordinal: u32,
     pub(super) all: u32,
+    pub(super) ahead: u64,
+    pub(super) foresight: u64,
+    pub(super) record_bytes: u32,
+    pub(super) parts: u32,
 }
 
 // SAFETY: plain numbers without padding, mirrored field by field in kernels/resolve.cu.
@@ -125,6 +129,6 @@ mod tests {
 
     #[test]
     fn arguments_are_as_long_as_on_the_device() {
-        assert_eq!(size_of::<Resolve>(), 224);
+        assert_eq!(size_of::<Resolve>(), 248);
     }
 }

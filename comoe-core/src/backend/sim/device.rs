@@ -6,8 +6,8 @@ use candle_core::{DType, Tensor};
 
 use super::{SimBackend, SlotAccess};
 use crate::backend::{
-    DeviceCounters, DeviceDriver, DeviceLimits, DeviceStep, Fill, Queue, RoutingFault, StepFault, Ticket,
-    Work, WorkItem,
+    DeviceCounters, DeviceDriver, DeviceLimits, DeviceStep, Fill, Queue, RoutingFault, STAGED_AHEAD, SlotId,
+    StepFault, Ticket, Work, WorkItem,
 };
 use crate::error::{Error, Result};
 use crate::policy::{EvictionPolicy, Lfru, Lru};
@@ -25,12 +25,35 @@ pub(super) struct Tables {
     done: u32,
     /// The next step 0 is not another token's.
     again: bool,
+    /// Guesses are taken, and whether they are judged.
+    ahead: Option<bool>,
+    /// Layer, and its records that were brought for it.
+    brought: (usize, Vec<RecordIndex>),
 }
 
 impl Tables {
     fn pool(&mut self) -> Result<&mut Pool> {
         let reason = "step before take_over".to_owned();
         self.pool.as_mut().ok_or(Error::BadArgument { what: "device driver", reason })
+    }
+}
+
+impl Tables {
+    /// Says what became of what was brought for `layer`, which missed `missed`.
+    fn count_brought(&mut self, layer: usize, missed: &[(RecordIndex, Option<SlotId>)], record_bytes: u64) {
+        let (of, brought) = std::mem::take(&mut self.brought);
+        if of != layer || brought.is_empty() {
+            return;
+        }
+        let right = brought.iter().filter(|&&b| missed.iter().any(|&(record, _)| record == b)).count() as u64;
+        let (guessed, ahead) = (brought.len() as u64, &mut self.counters[layer].ahead);
+        ahead.guessed += guessed;
+        ahead.right += right;
+        ahead.brought += guessed;
+        ahead.used += right;
+        ahead.bytes += guessed * record_bytes;
+        ahead.saved_bytes += right * record_bytes;
+        ahead.width = STAGED_AHEAD / 2;
     }
 }
 
@@ -63,6 +86,17 @@ impl SimBackend {
         Ok(Ok(items))
     }
 
+    /// Brings the likeliest guesses for `layer` that are in no slot.
+    fn look_ahead(&mut self, layer: usize, guess: &[u32]) -> Result<()> {
+        let Some(entry) = self.source.directory().layers().get(layer) else { return Ok(()) };
+        let (experts, first) = (entry.experts as u32, entry.first);
+        let pool = self.tables.pool()?;
+        let known = guess.iter().filter(|&&id| id < experts).map(|id| RecordIndex(first + id));
+        let absent: Vec<_> = known.filter(|&r| pool.locate(r).is_none()).take(STAGED_AHEAD / 2).collect();
+        self.tables.brought = (layer, absent);
+        Ok(())
+    }
+
     /// Whether only the host can bring a record.
     fn is_host_only(&self, record: RecordIndex) -> bool {
         self.host_only.is_some_and(|n| record.0.is_multiple_of(n))
@@ -77,7 +111,17 @@ fn nothing(x: &Tensor) -> Result<Tensor> {
 impl DeviceDriver for SimBackend {
     fn limits(&self) -> DeviceLimits {
         let partial = self.host_only.map(|n| format!("one record in {n} is left to the host"));
-        DeviceLimits { only_into_slots: partial.is_some(), partial }
+        DeviceLimits { only_into_slots: partial.is_some(), partial, ahead: true }
+    }
+
+    /// What is brought is counted and no more: here every record is as near as every other.
+    fn fetch_ahead(&mut self, staging: &[SlotId], judged: bool) -> Result<()> {
+        if staging.len() != STAGED_AHEAD {
+            let reason = format!("{} staging slots, expected {STAGED_AHEAD}", staging.len());
+            return Err(Error::BadArgument { what: "device driver", reason });
+        }
+        self.tables.ahead = Some(judged);
+        Ok(())
     }
 
     fn take_over(&mut self, shape: &PoolShape, residency: &Residency) -> Result<()> {
@@ -109,7 +153,7 @@ impl DeviceDriver for SimBackend {
 
     fn step(&mut self, step: DeviceStep<'_>) -> Result<Tensor> {
         // A tensor of the CPU is new each time: nothing is gained by room for it.
-        let DeviceStep { layer, spec, layout, x, ids, weights, ordinal, room: _ } = step;
+        let DeviceStep { layer, spec, layout, x, ids, weights, ordinal, room: _, guess } = step;
         let top_k = ids.dims2()?.1;
         let values = weights.flatten_all()?.to_vec1::<f32>()?;
         if self.tables.fault.is_some() {
@@ -139,6 +183,10 @@ impl DeviceDriver for SimBackend {
                 count.hits += (set.len() - missed.len()) as u64;
                 set.iter().for_each(|r| self.tables.uses[r.0 as usize] += 1);
                 self.tables.done = ordinal + 1;
+                self.tables.count_brought(layer, &missed, layout.record_bytes as u64);
+                if let (Some(guess), Some(_)) = (guess, self.tables.ahead) {
+                    self.look_ahead(layer + 1, &guess.ids.flatten_all()?.to_vec1::<u32>()?)?;
+                }
                 missed
             }
         };

@@ -32,7 +32,7 @@ impl Step<'_> {
             candle_core::bail!("a KV cache of layout {:?}", rows.layout());
         };
         let scales = self.at_or_0(scales)?;
-        Ok(KvRows { data: address(rows, &self.fused.stream)?, head_stride, row_stride, scales })
+        Ok(KvRows { data: address(rows, &self.stream)?, head_stride, row_stride, scales })
     }
 
     fn rope(&self, table: &RotaryTable) -> Result<RopeArgs> {
@@ -97,7 +97,7 @@ impl Step<'_> {
         };
         // SAFETY: tensors of the shapes that were checked, on the stream's GPU; the kernel checks the position against
         // the capacity and the table's rows.
-        unsafe { self.fused.kernels.split_norm_rope_append(&self.fused.stream, &args) }.map_err(failed)?;
+        unsafe { self.fused.kernels.split_norm_rope_append(&self.stream, &args) }.map_err(failed)?;
         self.mark("split, norm, rotate, append", 0)?;
         Ok(q)
     }
@@ -142,7 +142,7 @@ impl Step<'_> {
         };
         let words = args.workspace_bytes().div_ceil(4);
         let workspace = match tokens {
-            1 => self.fused.arena.take(words, words, DType::F32)?,
+            1 => self.arena.take(words, words, DType::F32)?,
             // Of many tokens it is large, and no graph holds it.
             // SAFETY: the kernels write what they read of it.
             _ => unsafe { Tensor::empty(words, DType::F32, q.device()) }?,
@@ -150,7 +150,7 @@ impl Step<'_> {
         args.workspace = self.at(&workspace)?;
         // SAFETY: tensors of the shapes that were checked, on the stream's GPU; the cache holds every row up to the
         // last token's position, which the kernel checks against `reach`.
-        unsafe { self.fused.kernels.attend(&self.fused.stream, &args) }.map_err(failed)?;
+        unsafe { self.fused.kernels.attend(&self.stream, &args) }.map_err(failed)?;
         self.mark("attention", 0)?;
         Ok(out)
     }
@@ -202,8 +202,8 @@ impl Step<'_> {
         // SAFETY: tensors of the shapes that were checked, on the stream's GPU; the kernels check the position against
         // the capacity and the table's rows.
         unsafe {
-            self.fused.kernels.latent_append(&self.fused.stream, &args).map_err(failed)?;
-            self.fused.kernels.latent_queries(&self.fused.stream, &args).map_err(failed)?;
+            self.fused.kernels.latent_append(&self.stream, &args).map_err(failed)?;
+            self.fused.kernels.latent_queries(&self.stream, &args).map_err(failed)?;
         }
         self.mark("latents and queries", 0)?;
         Ok(out)
@@ -228,7 +228,7 @@ impl Step<'_> {
             dtype: seen.dtype(),
         };
         // SAFETY: tensors of the shapes that were checked, on the stream's GPU.
-        unsafe { self.fused.kernels.latent_values(&self.fused.stream, &args) }.map_err(failed)?;
+        unsafe { self.fused.kernels.latent_values(&self.stream, &args) }.map_err(failed)?;
         self.mark("latent values", 0)?;
         Ok(out)
     }
@@ -263,7 +263,7 @@ impl Step<'_> {
         };
         // SAFETY: tensors of the shapes that were checked, on the stream's GPU; the kernel checks the position against
         // the capacity.
-        unsafe { self.fused.kernels.short_conv(&self.fused.stream, &args) }.map_err(failed)?;
+        unsafe { self.fused.kernels.short_conv(&self.stream, &args) }.map_err(failed)?;
         self.mark("convolution", 0)?;
         Ok(out)
     }

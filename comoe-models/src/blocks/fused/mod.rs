@@ -7,13 +7,15 @@
 
 mod mixers;
 
-use std::cell::RefCell;
+use std::cell::{OnceCell, RefCell};
 use std::sync::Arc;
 
 use candle_core::backend::BackendStorage;
 use candle_core::cuda_backend::CudaStorageSlice;
 use candle_core::{CudaStorage, DType, Device, Layout, Result, Shape, Storage, Tensor};
 use comoe_core::Activation;
+use comoe_core::backend::DeviceGuess;
+use comoe_core::backend::cuda::SideStream;
 use cudarc::driver::{CudaEvent, CudaStream, DevicePtr, sys};
 
 pub(super) use self::mixers::Heads;
@@ -44,6 +46,18 @@ pub struct Fused {
     given: Option<GivenRouting>,
     /// While a step is recorded to be timed.
     marks: RefCell<Option<Vec<Mark>>>,
+    /// Made when it is first needed.
+    aside: OnceCell<Aside>,
+    device: Device,
+}
+
+/// For kernels that nobody on the step's own stream waits for. Those here come one after the other, and read what they
+/// find: by the time they run, what they were to read may have been written over.
+struct Aside {
+    stream: SideStream,
+    arena: Arena,
+    /// Nothing that is broken here matters.
+    error: Tensor,
 }
 
 /// A point in a step whose time is taken: the end of a part.
@@ -59,6 +73,8 @@ pub(crate) struct Mark {
 pub struct GivenRouting {
     /// `[tokens, layers, top_k]`, U32: the experts of the model's layers.
     pub ids: Tensor,
+    /// The same for what the layer before guesses of each, in place of the stale gate's guess.
+    pub guesses: Option<Tensor>,
     /// Position of the first token. Behind the last one it begins anew.
     pub first: usize,
 }
@@ -67,6 +83,10 @@ pub struct GivenRouting {
 #[derive(Clone, Copy)]
 pub struct Step<'a> {
     fused: &'a Fused,
+    stream: &'a Arc<CudaStream>,
+    arena: &'a Arena,
+    /// Present beside the step's own stream.
+    aside: Option<&'a Aside>,
     /// `[1]`, U32: position of the first token.
     place: &'a Tensor,
     tokens: usize,
@@ -103,6 +123,8 @@ impl Fused {
             ready: Vec::new(),
             given: None,
             marks: RefCell::default(),
+            aside: OnceCell::new(),
+            device: device.clone(),
         }))
     }
 
@@ -125,7 +147,8 @@ impl Fused {
         f: impl FnOnce(&Step<'_>) -> R,
     ) -> R {
         self.arena.turn();
-        f(&Step { fused: self, place, tokens, reach })
+        let (stream, arena) = (&self.stream, &self.arena);
+        f(&Step { fused: self, stream, arena, aside: None, place, tokens, reach })
     }
 
     /// Replays routing from here on. Graphs that were recorded before do not know.
@@ -195,7 +218,8 @@ impl Fused {
 
     /// Bytes of the buffers.
     pub(crate) fn held_bytes(&self) -> u64 {
-        self.arena.bytes() + (4 * self.errors.elem_count()) as u64
+        let aside = self.aside.get().map_or(0, |aside| aside.arena.bytes());
+        self.arena.bytes() + aside + (4 * self.errors.elem_count()) as u64
     }
 
     pub(crate) fn kernels(&self) -> &DecodeKernels {
@@ -260,19 +284,43 @@ fn failed(error: comoe_core::Error) -> candle_core::Error {
 impl Step<'_> {
     /// What came before the last layer will not be looked at any more.
     pub(crate) fn next_layer(&self) {
-        self.fused.arena.turn();
+        self.arena.turn();
     }
 
-    /// Ends a part: see [`Fused::mark`].
+    /// Ends a part: see [`Fused::mark`]. Beside the step there are none.
     pub(crate) fn mark(&self, what: &str, bytes: usize) -> Result<()> {
-        self.fused.mark(what, bytes)
+        match self.aside {
+            None => self.fused.mark(what, bytes),
+            Some(_) => Ok(()),
+        }
+    }
+
+    /// Runs `f` for the same step on a stream that branches off here, and that this one does not wait for.
+    pub(super) fn beside<R>(&self, f: impl FnOnce(&Step<'_>) -> crate::Result<R>) -> crate::Result<R> {
+        let fused = self.fused;
+        let aside = match fused.aside.get() {
+            Some(aside) => aside,
+            None => {
+                let error = Tensor::zeros(1, DType::U32, &fused.device)?;
+                let stream = SideStream::new(&fused.device)?;
+                fused.aside.get_or_init(|| Aside { stream, arena: Arena::new(&fused.device), error })
+            }
+        };
+        aside.arena.turn();
+        let stream = aside.stream.behind(self.stream)?;
+        f(&Step { stream, arena: &aside.arena, aside: Some(aside), ..*self })
+    }
+
+    /// A guess for the next layer that was made [`Self::beside`] this step.
+    pub(super) fn guess<'g>(&'g self, ids: &'g Tensor) -> DeviceGuess<'g> {
+        DeviceGuess { ids, stream: self.fused.aside.get().map(|aside| aside.stream.get()) }
     }
 
     /// Room for a result with a row for each token.
     fn rows(&self, shape: impl Into<Shape>, dtype: DType) -> Result<Tensor> {
         let shape = shape.into();
         let most = shape.elem_count().div_ceil(self.tokens) * MOST_TOKENS;
-        self.fused.arena.take(shape, most, dtype)
+        self.arena.take(shape, most, dtype)
     }
 
     /// Room for a result like x.
@@ -285,7 +333,7 @@ impl Step<'_> {
         if !t.is_contiguous() {
             candle_core::bail!("a fused step takes contiguous tensors, not {:?}", t.layout());
         }
-        address(t, &self.fused.stream)
+        address(t, &self.stream)
     }
 
     fn at_or_0(&self, t: Option<&Tensor>) -> Result<u64> {
@@ -297,18 +345,28 @@ impl Step<'_> {
     }
 
     fn error_word(&self, layer: Option<usize>) -> Result<u64> {
+        if let Some(aside) = self.aside {
+            return self.at(&aside.error);
+        }
         let words = &self.fused.errors;
         Ok(self.at(words)? + 4 * layer.unwrap_or(words.elem_count() - OTHER_ERRORS) as u64)
     }
 
     fn given(&self, layer: usize, top_k: usize) -> Result<Option<GivenExperts>> {
         let Some(given) = &self.fused.given else { return Ok(None) };
-        let (rows, layers, k) = given.ids.dims3()?;
+        let ids = match self.aside {
+            None => &given.ids,
+            Some(_) => match &given.guesses {
+                Some(guesses) => guesses,
+                None => return Ok(None),
+            },
+        };
+        let (rows, layers, k) = ids.dims3()?;
         if layer >= layers || k != top_k {
-            candle_core::bail!("routing {:?} for top-{top_k} of layer {layer}", given.ids.dims());
+            candle_core::bail!("routing {:?} for top-{top_k} of layer {layer}", ids.dims());
         }
         Ok(Some(GivenExperts {
-            ids: self.at(&given.ids)? + 4 * (layer * k) as u64,
+            ids: self.at(ids)? + 4 * (layer * k) as u64,
             row_stride: layers * k,
             rows,
             first: given.first,
@@ -332,7 +390,7 @@ impl Step<'_> {
             error: self.error_word(None)?,
         };
         // SAFETY: tensors of the shapes documented, on the stream's GPU; the kernel checks ids against the table.
-        unsafe { self.fused.kernels.embed(&self.fused.stream, &args) }.map_err(failed)?;
+        unsafe { self.fused.kernels.embed(&self.stream, &args) }.map_err(failed)?;
         self.mark("embedding", 0)?;
         Ok(out)
     }
@@ -344,7 +402,7 @@ impl Step<'_> {
         let (from, to) = (self.at(x)?, self.at(&y)?);
         let args = GateArgs { x: from, y: to, activation, tokens, width: both / 2, dtype: x.dtype() };
         // SAFETY: tensors of the shapes documented, on the stream's GPU.
-        unsafe { self.fused.kernels.gate(&self.fused.stream, &args) }.map_err(failed)?;
+        unsafe { self.fused.kernels.gate(&self.stream, &args) }.map_err(failed)?;
         self.mark("gate", 0)?;
         Ok(y)
     }
@@ -366,7 +424,7 @@ impl Step<'_> {
             dtype: x.dtype(),
         };
         // SAFETY: tensors of the shapes that were checked, on the stream's GPU.
-        unsafe { self.fused.kernels.add_gated(&self.fused.stream, &args) }.map_err(failed)?;
+        unsafe { self.fused.kernels.add_gated(&self.stream, &args) }.map_err(failed)?;
         self.mark("sum", 0)?;
         Ok(out)
     }
@@ -419,7 +477,7 @@ impl Step<'_> {
             outputs,
         };
         // SAFETY: x, W, b and y are tensors of these shapes on the stream's GPU; weights are never written.
-        unsafe { self.fused.kernels.gemv(&self.fused.stream, &args) }.map_err(failed)?;
+        unsafe { self.fused.kernels.gemv(&self.stream, &args) }.map_err(failed)?;
         if self.fused.marks.borrow().is_some() {
             self.mark(&format!("matrix {outputs} x {inputs}"), bytes)?;
         }
@@ -478,7 +536,7 @@ impl Step<'_> {
             ..args
         };
         // SAFETY: tensors of the shapes that were checked, on the stream's GPU; weights are never written.
-        unsafe { self.fused.kernels.add_norm(&self.fused.stream, &args) }.map_err(failed)?;
+        unsafe { self.fused.kernels.add_norm(&self.stream, &args) }.map_err(failed)?;
         self.mark("norm", 0)?;
         Ok((sum.unwrap_or_else(|| x.clone()), normed))
     }
@@ -510,7 +568,7 @@ impl Step<'_> {
             error: self.error_word(Some(layer))?,
         };
         // SAFETY: tensors of the shapes documented, on the stream's GPU; bias and factors are `[experts]`, as loaded.
-        unsafe { self.fused.kernels.route(&self.fused.stream, &args) }.map_err(failed)?;
+        unsafe { self.fused.kernels.route(&self.stream, &args) }.map_err(failed)?;
         self.mark("routing", 0)?;
         Ok((ids, weights))
     }

@@ -16,10 +16,17 @@ pub struct DeviceItem {
     /// 0, or the address of a slot that [`Kernels::gate_up`] and [`Kernels::down`] together fill with the record's
     /// bytes as they read them.
     pub dst: u64,
+    /// Address of the record's first `ready` bytes, where some of it is nearer than `src`; see
+    /// [`Kernels::takes_parts`].
+    pub staged: u64,
     /// First of its assignments in the launch's list.
     pub first: u32,
     /// How many assignments it serves; 0 skips the item.
     pub count: u32,
+    /// Bytes at `staged`.
+    pub ready: u32,
+    /// 0.
+    pub unused: u32,
 }
 
 // SAFETY: plain integers without padding, mirrored by `struct Item` in kernels/record.cuh.

@@ -130,6 +130,11 @@ impl Kernels {
                     && down_shared(layout.format, WARPS, 0) <= self.shared_limit)
     }
 
+    /// Whether the kernels of a call read what there is at an item's `staged`, for one that has a `dst`.
+    pub fn takes_parts(&self, items: &Items<'_>) -> bool {
+        items.tokens == 1 && takes_digits(items.layout)
+    }
+
     /// Whether down's sums of all experts fit into shared memory.
     pub(super) fn combines_in_place(&self, items: &Items<'_>, combine: &CombineArgs) -> bool {
         let shared = match takes_digits(items.layout) {
