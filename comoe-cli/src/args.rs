@@ -252,9 +252,12 @@ pub(crate) struct ModelArgs {
     #[arg(long, group = "room", help_heading = "Experts and memory")]
     resident: bool,
     /// The most of the GPU's memory that the run may take, such as 12G: what dense weights, KV cache and activations leave
-    /// goes to the pool, and more is refused. On the CPU it counts the pool, dense weights and KV cache
-    #[arg(long, value_name = "SIZE", value_parser = parse_size, help_heading = "Experts and memory")]
-    pub(crate) vram: Option<u64>,
+    /// goes to the pool, and more is refused. Of several devices each has as much, or SIZE,SIZE,.. in their order. On the CPU
+    /// it counts the pool, dense weights and KV cache
+    #[arg(
+        long, value_name = "SIZE", value_delimiter = ',', value_parser = parse_size, help_heading = "Experts and memory"
+    )]
+    pub(crate) vram: Vec<u64>,
     /// Experts that stay in the pool, hottest first, up to half of it: those of a recorded trace, or auto, which learns them
     /// from run to run
     #[arg(long, value_name = "FILE|auto", help_heading = "Experts and memory")]
@@ -462,6 +465,7 @@ mod tests {
         assert_eq!(room(&["--slots=9,3,1"]).unwrap(), [9, 3, 1].map(Capacity::Slots));
         assert_eq!(room(&["--resident"]).unwrap(), [Capacity::All]);
         assert_eq!(generate(&["--pool=1G", "--ring=256M"]).unwrap().model.ring, Some(256 << 20));
+        assert_eq!(generate(&["--vram=8G,12G"]).unwrap().model.vram, [8 << 30, 12 << 30]);
         assert_eq!(generate(&["--pool=1G", "--ram=2G"]).unwrap().model.ram, Some(2 << 30));
         for two in [["--slots=9", "--resident"], ["--slots=9", "--pool=1G"], ["--pool=1G", "--resident"]] {
             assert_eq!(room(&two).unwrap_err().kind(), clap::error::ErrorKind::ArgumentConflict, "{two:?}");

@@ -82,13 +82,8 @@ fn load_with<M: AsRef<Decoder>>(
     let on_gpu = opened.device.is_cuda();
     let bar = Bar::new();
     let locking = bar.clone();
-    let mut options = options(args, on_gpu);
+    let mut options = options(args, on_gpu, 1 + opened.more.len());
     options.more_devices = opened.more.clone();
-    if let (false, Capacity::Bytes(bytes), true) =
-        (on_gpu, options.cache.capacity, options.capacities.is_empty())
-    {
-        options.cache.capacity = Capacity::Bytes(bytes / (1 + opened.more.len()) as u64);
-    }
     options.cuda.progress = Some(Arc::new(move |done, total| locking.page_locking(done, total)));
     options.cache_dir = cache.path.clone();
     let pins = Pins::find(args.pin.as_deref(), &folder)?;
@@ -112,8 +107,8 @@ fn load_with<M: AsRef<Decoder>>(
         say_where();
     }
     let mut notes = opened.notes;
-    if options.capacities.len() > 1 + opened.more.len() {
-        let (given, used) = (options.capacities.len(), 1 + opened.more.len());
+    let (given, used) = (options.capacities.len().max(options.budgets.len()), 1 + opened.more.len());
+    if given > used {
         notes.push(format!("room is given for {given} devices, and {used} used: the first count"));
     }
     if !on_gpu && (args.resident_format.is_some() || args.page_lock_limit().is_some()) {
@@ -129,8 +124,8 @@ fn load_with<M: AsRef<Decoder>>(
     Ok(loaded)
 }
 
-/// How a model is loaded to a GPU or to the CPU; where converted experts are kept is not among it.
-pub(crate) fn options(args: &ModelArgs, on_gpu: bool) -> LoadOptions {
+/// How a model is loaded to so many GPUs or pools of the CPU; which, and where converted experts are kept, is not among it.
+pub(crate) fn options(args: &ModelArgs, on_gpu: bool, devices: usize) -> LoadOptions {
     let mut cuda = CudaOptions::default();
     cuda.page_lock_limit = args.page_lock_limit();
     cuda.resident = args.resident_format.unwrap_or_default();
@@ -142,9 +137,9 @@ pub(crate) fn options(args: &ModelArgs, on_gpu: bool) -> LoadOptions {
         most_context: args.context_limit,
         cache: CacheOptions {
             capacity: args.capacities().first().copied().unwrap_or_else(|| {
-                match on_gpu || args.vram.is_some() || args.ram.is_some() {
+                match on_gpu || !args.vram.is_empty() || args.ram.is_some() {
                     true => Capacity::Fit,
-                    false => share_of(ram_available()),
+                    false => share_of(ram_available().map(|bytes| bytes / devices as u64)),
                 }
             }),
             policy: args.policy,
@@ -152,7 +147,7 @@ pub(crate) fn options(args: &ModelArgs, on_gpu: bool) -> LoadOptions {
             prefetch: args.prefetch,
             driver: args.driver,
             ring: args.ring,
-            budget: args.vram,
+            budget: args.vram.first().copied(),
             ram: args.ram,
             ..CacheOptions::default()
         },
@@ -164,6 +159,7 @@ pub(crate) fn options(args: &ModelArgs, on_gpu: bool) -> LoadOptions {
         cuda,
         more_devices: Vec::new(),
         capacities: args.capacities(),
+        budgets: args.vram.clone(),
         peer_access: if args.no_peer_access { PeerAccess::Off } else { PeerAccess::Auto },
     }
 }
@@ -239,9 +235,11 @@ impl<M: AsRef<Decoder>> Loaded<M> {
             say!("experts: {}, {room}{ring}", self.format());
             let decoder = self.model.as_ref();
             let shown = decoder.device().is_cuda() || self.options.cache.budget.is_some();
-            if let Some(m) = decoder.memory_plan().filter(|_| shown) {
+            for (d, device) in decoder.device_plans().iter().enumerate().filter(|_| shown) {
+                let m = &device.memory;
+                let whose = stats.devices.get(d).map(|d| format!(" of {}", d.device)).unwrap_or_default();
                 say!(
-                    "memory: {} may be taken; {} for dense weights, {} for the KV cache, {} for activations and buffers, {} \
+                    "memory{whose}: {} may be taken; {} for dense weights, {} for the KV cache, {} for activations and buffers, {} \
                      margin",
                     human_bytes(m.budget),
                     human_bytes(m.device.dense),

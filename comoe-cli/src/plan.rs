@@ -1,24 +1,26 @@
 //! `comoe plan`: what a model would take, and how fast it may be, before anything of it is loaded.
 
 mod advice;
+mod devices;
 mod speed;
 
 use std::path::Path;
 
+use comoe_core::Capacity;
 use comoe_core::machine::ram_available;
-use comoe_core::plan::{DeviceBytes, MemoryPlan, Room};
+use comoe_core::plan::{DeviceBytes, Room, SharedPlan};
 use comoe_core::stats::human_bytes;
-use comoe_core::{Capacity, cuda_device, cuda_memory};
 use comoe_models::{KvPart, LoadOptions, ModelPlan, Target};
 use serde::Serialize;
 
 use self::advice::Change;
+use self::devices::OnDevice;
 use self::speed::Expected;
 use crate::args::PlanArgs;
 use crate::device::DeviceChoice;
 use crate::error::{Error, Result};
 use crate::load;
-use crate::memory::{Memory, label};
+use crate::memory::Memory;
 use crate::model_path::Planned;
 use crate::output::Answers;
 
@@ -39,7 +41,7 @@ struct Report {
     /// Why not; absent when it fits.
     #[serde(skip_serializing_if = "Option::is_none")]
     reason: Option<String>,
-    /// Absent when it does not fit the device.
+    /// Absent when it does not fit the device; of several devices the first's, as all until `kv`.
     #[serde(skip_serializing_if = "Option::is_none")]
     memory: Option<Memory>,
     /// Device memory that may be taken, in bytes.
@@ -49,12 +51,22 @@ struct Report {
     /// Of a GPU's memory, kept for what cannot be computed.
     margin: u64,
     kv: Vec<Kv>,
+    /// Each of several devices; absent where there is one.
+    #[serde(skip_serializing_if = "is_one")]
+    devices: Vec<OnDevice>,
+    /// Whose share is less than was asked for, and why.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    notes: Vec<String>,
     experts: Experts,
     ram: Ram,
     #[serde(skip_serializing_if = "Option::is_none")]
     expected: Option<Expected>,
     /// What would change it.
     changes: Vec<Change>,
+}
+
+fn is_one(devices: &[OnDevice]) -> bool {
+    devices.len() < 2
 }
 
 #[derive(Debug, Serialize)]
@@ -102,15 +114,15 @@ struct Ram {
 
 pub(crate) fn run(args: &PlanArgs) -> Result<()> {
     let on_gpu = !matches!(args.model.device, DeviceChoice::Cpu | DeviceChoice::Pools(_));
-    let room = room(args, on_gpu)?;
+    let rooms = devices::rooms(&args.model, on_gpu)?;
     let model = Planned::find(args.model.model.as_deref(), args.quiet)?;
     let name = match &model {
         Planned::Here(path) => load::name_of_model(path),
         Planned::Headers(_, name) => name.clone(),
     };
-    let options = load::options(&args.model, on_gpu);
+    let options = load::options(&args.model, on_gpu, rooms.len());
     let target = Target { on_gpu, batch: args.batch };
-    let case = Case { path: model.path(), room: &room, target, options };
+    let case = Case { path: model.path(), rooms: &rooms, target, options };
     let (plan, memory) = case.plan()?;
     let report = Report::new(name, args, &case, &plan, &memory)?;
     let mut out = Answers::new();
@@ -126,55 +138,37 @@ pub(crate) fn run(args: &PlanArgs) -> Result<()> {
     }
 }
 
-/// The memory to plan for: what was asked for, or what the device has now.
-fn room(args: &PlanArgs, on_gpu: bool) -> Result<Room> {
-    let room =
-        |device: String, free| Room { device, free, budget: args.model.vram, reserve: 0, on_device: on_gpu };
-    // Of several devices the first has what is not experts.
-    let ordinal = match &args.model.device {
-        DeviceChoice::Cpu | DeviceChoice::Pools(_) => {
-            let free = if args.model.vram.is_some() {
-                u64::MAX
-            } else {
-                args.model.ram.or_else(ram_available).unwrap_or(u64::MAX)
-            };
-            return Ok(room("this machine".to_owned(), free));
-        }
-        DeviceChoice::Cuda(ordinal) => *ordinal,
-        DeviceChoice::Several(ordinals) => ordinals[0],
-        DeviceChoice::Auto => 0,
-    };
-    if args.model.vram.is_some() {
-        return Ok(room("the GPU".to_owned(), u64::MAX));
-    }
-    let measured = cuda_device(ordinal).and_then(|device| cuda_memory(&device));
-    let (free, _) = measured.map_err(|e| Error::NoGpuToPlanFor { reason: Error::from(e).line() })?;
-    Ok(room(format!("cuda:{ordinal}"), free))
-}
-
 /// A model under some options.
 struct Case<'a> {
     path: &'a Path,
-    room: &'a Room,
+    /// Of each device.
+    rooms: &'a [Room],
     target: Target,
     options: LoadOptions,
 }
 
 impl Case<'_> {
     /// What it needs, and how the memory is shared out; that is an error where it does not fit.
-    fn plan(&self) -> Result<(ModelPlan, std::result::Result<MemoryPlan, comoe_models::Error>)> {
+    fn plan(&self) -> Result<(ModelPlan, std::result::Result<SharedPlan, comoe_models::Error>)> {
         let plan = ModelPlan::open(self.path, self.target, &self.options)?;
-        let memory = match plan.memory(self.room, &self.options.cache) {
-            Err(e) if !is_about_room(&e) => return Err(e.into()),
+        let memory = match plan.shared_memory(self.rooms, &self.options) {
+            Err(e) if !self.is_about_room(&e) => return Err(e.into()),
             shared => shared,
         };
         Ok((plan, memory))
     }
-}
 
-fn is_about_room(e: &comoe_models::Error) -> bool {
-    use comoe_core::Error as E;
-    matches!(e, comoe_models::Error::Core(E::NoRoom { .. } | E::OverBudget { .. }))
+    fn is_about_room(&self, e: &comoe_models::Error) -> bool {
+        use comoe_core::Error as E;
+        match e {
+            comoe_models::Error::Core(E::NoRoom { .. } | E::OverBudget { .. }) => true,
+            // What several devices have room for together.
+            comoe_models::Error::Core(E::TooFewSlots { .. }) => {
+                self.rooms.len() > 1 && !is_fixed(&self.options)
+            }
+            _ => false,
+        }
+    }
 }
 
 impl Report {
@@ -183,11 +177,12 @@ impl Report {
         args: &PlanArgs,
         case: &Case<'_>,
         plan: &ModelPlan,
-        memory: &std::result::Result<MemoryPlan, comoe_models::Error>,
+        memory: &std::result::Result<SharedPlan, comoe_models::Error>,
     ) -> Result<Self> {
         let shared = memory.as_ref().ok();
         let ram = Ram::new(plan, shared, args.model.ram.or_else(ram_available));
-        let slots = shared.map(|m| m.slots).unwrap_or_default();
+        let devices = OnDevice::all(case, plan, shared);
+        let sum = |of: fn(&OnDevice) -> usize| devices.iter().map(of).sum();
         let expected = shared.map(|m| Expected::new(args, case, plan, m)).transpose()?;
         Ok(Self {
             model,
@@ -197,9 +192,9 @@ impl Report {
             batch: case.target.batch,
             fits: memory.is_ok(),
             reason: memory.as_ref().err().map(ToString::to_string),
-            memory: shared.map(Memory::planned),
-            budget: case.room.free.min(case.room.budget.unwrap_or(u64::MAX)),
-            needs: *plan.others(),
+            memory: shared.and_then(|s| s.devices.first()).map(|first| Memory::planned(&first.memory)),
+            budget: devices.first().map_or(0, |first| first.budget),
+            needs: plan.needs(case.rooms.len())[0],
             margin: plan.margin(),
             kv: plan.kv().iter().map(Kv::from).collect(),
             experts: Experts {
@@ -207,11 +202,13 @@ impl Report {
                 experts: plan.directory().len(),
                 record_bytes: plan.directory().largest_record(),
                 slot_bytes: plan.slot_bytes(),
-                slots: slots.slots,
-                staging_slots: slots.staging,
-                ring_slots: slots.ring,
-                share: shared.map_or(0.0, MemoryPlan::share),
+                slots: sum(|d| d.slots.slots),
+                staging_slots: sum(|d| d.slots.staging),
+                ring_slots: sum(|d| d.slots.ring),
+                share: shared.map_or(0.0, SharedPlan::share),
             },
+            notes: shared.map(|s| s.notes.clone()).unwrap_or_default(),
+            devices,
             changes: advice::changes(case, plan, shared)?,
             ram,
             expected,
@@ -235,39 +232,25 @@ impl Report {
                 if self.batch > 1 { format!(", {} sequences", self.batch) } else { String::new() }
             ),
         );
-        let most = if args.model.vram.is_some() { "--vram" } else { "free" };
-        line(if gpu { "GPU memory" } else { "memory" }, format!("{} ({most})", human_bytes(self.budget)));
-        line("  dense weights", human_bytes(self.needs.dense));
-        for (i, kv) in self.kv.iter().enumerate() {
-            let of = format!("{} ({} layers: {})", human_bytes(kv.bytes), kv.layers, kv.what);
-            line(if i == 0 { "  KV cache" } else { "" }, of);
+        let most = if args.model.vram.is_empty() { "free" } else { "--vram" };
+        let kv =
+            self.kv.iter().map(|kv| format!("{} ({} layers: {})", human_bytes(kv.bytes), kv.layers, kv.what));
+        let kv: Vec<_> = kv.collect();
+        let several = !is_one(&self.devices);
+        for (d, device) in self.devices.iter().enumerate() {
+            let name = match (several, gpu) {
+                (true, _) => device.device.as_str(),
+                (false, true) => "GPU memory",
+                (false, false) => "memory",
+            };
+            line(name, format!("{} ({most})", human_bytes(device.budget)));
+            device.lines(gpu, if d == 0 { &kv } else { &[] }, &mut line);
         }
-        if gpu {
-            line(
-                "  activations",
-                format!("{} (largest chunk of a prompt)", human_bytes(self.needs.workspace)),
-            );
-            line("  buffers", format!("{} (decode steps, tables)", human_bytes(self.needs.buffers)));
-            line("  margin", format!("{} (libraries, kernels, graphs, rounding)", human_bytes(self.margin)));
+        if several {
+            let Experts { slots, experts, share, .. } = self.experts;
+            line("all slots", format!("{slots} of {experts} experts, {:.1} %", 100.0 * share));
         }
-        if let Some(plan) = self.memory.as_ref().and_then(|m| m.plan) {
-            let device = plan.device();
-            for (owner, bytes) in [("staging", device.staging), ("ring", device.ring)] {
-                if bytes > 0 {
-                    line(&format!("  {}", label(owner)), human_bytes(bytes));
-                }
-            }
-            line(
-                "  slots",
-                format!(
-                    "{}: {} of {} experts, {:.1} %",
-                    human_bytes(device.slots),
-                    self.experts.slots,
-                    self.experts.experts,
-                    100.0 * self.experts.share
-                ),
-            );
-        }
+        self.notes.iter().for_each(|note| line("note", note.clone()));
         line("RAM", self.ram.line(gpu));
         if let Some(expected) = &self.expected {
             expected.lines(self.batch, &mut line);
@@ -280,11 +263,11 @@ impl Report {
 }
 
 impl Ram {
-    fn new(plan: &ModelPlan, memory: Option<&MemoryPlan>, available: Option<u64>) -> Self {
+    fn new(plan: &ModelPlan, memory: Option<&SharedPlan>, available: Option<u64>) -> Self {
         let arena = plan.directory().total_bytes();
         let held = match (plan.target().on_gpu, memory) {
             (true, _) => 0,
-            (false, Some(memory)) => memory.device.total(),
+            (false, Some(memory)) => memory.devices.iter().map(|d| d.memory.device.total()).sum(),
             (false, None) => plan.others().total(),
         };
         let left = available.map(|all| all.saturating_sub(held).saturating_sub(LEAVE_FREE.max(all / 16)));

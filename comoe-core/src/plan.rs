@@ -1,10 +1,13 @@
 //! How much fits? From an amount of device memory to slots, who takes what, and how fast that may be. Pure: no device
 //! types, no threads, no clocks.
 
+mod shares;
 mod speed;
 
 use serde::{Deserialize, Serialize};
 
+pub use shares::{DeviceNeeds, DevicePlan, SharedPlan};
+pub(crate) use shares::{Seat, Seats};
 pub use speed::{Bandwidths, HitRates, STEP_OVERHEAD_US, TokenBytes, TokensPerSecond};
 
 use crate::backend::STAGED_AHEAD;
@@ -67,13 +70,15 @@ impl Room {
 }
 
 /// Slots by what they are for.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]
 pub struct SlotPlan {
     /// Those that records stay in.
     pub slots: usize,
     /// Those of what is prefetched, on top.
+    #[serde(rename = "staging_slots")]
     pub staging: usize,
     /// Those that a prompt's records pass through, on top.
+    #[serde(rename = "ring_slots")]
     pub ring: usize,
 }
 

@@ -4,7 +4,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use candle_core::{DType, Device, Tensor};
 use comoe_core::backend::MOST_DEVICE_TOKENS;
-use comoe_core::plan::MemoryPlan;
+use comoe_core::plan::{DevicePlan, MemoryPlan};
 use comoe_core::{ExpertCache, TokenOutcome};
 
 use crate::arch::{DecoderPlan, RopePlan};
@@ -220,15 +220,21 @@ impl Decoder {
         self
     }
 
-    /// With what was planned for its memory, and what of a GPU's was free then.
-    pub(crate) fn with_plan(mut self, plan: Option<MemoryPlan>, free: Option<u64>) -> Self {
-        (self.memory.plan, self.memory.free) = (plan, free);
+    /// With what was planned for the memory of its devices, and what of a GPU's was free then.
+    pub(crate) fn with_plans(mut self, plans: Vec<DevicePlan>, free: Option<u64>) -> Self {
+        (self.memory.plans, self.memory.free) = (plans, free);
         self
     }
 
-    /// What was planned for its memory before it was loaded; `None` for one that was put together otherwise.
+    /// What was planned for its memory before it was loaded, of several devices for the first's; `None` for one that was put
+    /// together otherwise.
     pub fn memory_plan(&self) -> Option<&MemoryPlan> {
-        self.memory.plan.as_ref()
+        self.memory.plans.first().map(|device| &device.memory)
+    }
+
+    /// The same of every device that holds experts.
+    pub fn device_plans(&self) -> &[DevicePlan] {
+        &self.memory.plans
     }
 
     /// What the dense part computes in.

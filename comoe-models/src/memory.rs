@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use candle_core::Device;
-use comoe_core::plan::{DeviceBytes, MemoryPlan, PoolBytes};
+use comoe_core::plan::{DeviceBytes, DevicePlan, PoolBytes};
 use comoe_core::{cuda_memory, cuda_pool};
 use serde::Serialize;
 
@@ -76,7 +76,8 @@ impl Drop for Held {
 /// What a decoder knows of its memory.
 #[derive(Debug, Default)]
 pub(crate) struct Memory {
-    pub(crate) plan: Option<MemoryPlan>,
+    /// By device.
+    pub(crate) plans: Vec<DevicePlan>,
     /// Bytes of dense weights as they were loaded.
     pub(crate) dense: u64,
     /// Free on the GPU before anything was loaded.
@@ -96,7 +97,10 @@ impl Decoder {
         let (stats, held, kv) =
             (self.experts().stats(), self.experts().device_memory(), self.memory.kv.read());
         let of = |slots: usize| (slots * stats.slot_bytes) as u64;
-        let (staging, ring) = (of(stats.staging_slots), of(stats.ring_slots));
+        // Of several devices what the first has.
+        let beside = stats.devices.first().map(|first| (first.staging_slots, first.ring_slots));
+        let (staging, ring) = beside.unwrap_or((stats.staging_slots, stats.ring_slots));
+        let (staging, ring) = (of(staging), of(ring));
         let own = DeviceBytes {
             dense: self.memory.dense,
             workspace: held.workspace,

@@ -1,7 +1,7 @@
 //! What would change a plan: tried out, each alone.
 
 use comoe_core::ExpertFormat;
-use comoe_core::plan::MemoryPlan;
+use comoe_core::plan::SharedPlan;
 use comoe_models::{DenseFormat, LoadOptions, ModelPlan};
 use serde::Serialize;
 
@@ -36,8 +36,8 @@ impl Change {
 }
 
 /// What is worth changing, best first: nothing when every expert has a slot.
-pub(super) fn changes(case: &Case<'_>, plan: &ModelPlan, memory: Option<&MemoryPlan>) -> Result<Vec<Change>> {
-    let now = memory.map_or(0.0, MemoryPlan::share);
+pub(super) fn changes(case: &Case<'_>, plan: &ModelPlan, memory: Option<&SharedPlan>) -> Result<Vec<Change>> {
+    let now = memory.map_or(0.0, SharedPlan::share);
     if now >= 1.0 || memory.is_some() && is_fixed(&case.options) {
         return Ok(Vec::new());
     }
@@ -47,8 +47,8 @@ pub(super) fn changes(case: &Case<'_>, plan: &ModelPlan, memory: Option<&MemoryP
         change(&mut options);
         let (_, shared) = Case { options, ..*case }.plan()?;
         let shared = shared.ok();
-        let share = shared.as_ref().map_or(0.0, MemoryPlan::share);
-        let slots = shared.as_ref().map_or(0, |m| m.slots.slots);
+        let share = shared.as_ref().map_or(0.0, SharedPlan::share);
+        let slots = shared.as_ref().map_or(0, SharedPlan::slots);
         let fits = shared.is_some();
         tried.push(Change { option, fits, share, slots });
         Ok(fits)

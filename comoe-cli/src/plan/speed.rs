@@ -1,6 +1,6 @@
 //! How fast a planned model may be, and by what it is said.
 
-use comoe_core::plan::{Bandwidths, HitRates, MemoryPlan, TokensPerSecond};
+use comoe_core::plan::{Bandwidths, HitRates, SharedPlan, TokensPerSecond};
 use comoe_core::replay::{ReplayPolicy, replay};
 use comoe_core::stats::human_bytes;
 use comoe_core::trace::Trace;
@@ -31,9 +31,16 @@ pub(super) struct Expected {
     /// Where each is from: `given`, `doctor` or `assumed`.
     link_from: &'static str,
     memory_from: &'static str,
+    /// Over which misses come, each with that bandwidth; absent where there is one.
+    #[serde(skip_serializing_if = "is_one")]
+    links: usize,
     /// Bytes that a token brings to the device, at best and at worst.
     bytes_per_token: [u64; 2],
     tokens_per_second: TokensPerSecond,
+}
+
+fn is_one(links: &usize) -> bool {
+    *links == 1
 }
 
 /// The part of `comoe doctor --json` that matters here.
@@ -65,7 +72,7 @@ impl Expected {
         args: &PlanArgs,
         case: &Case<'_>,
         plan: &ModelPlan,
-        memory: &MemoryPlan,
+        memory: &SharedPlan,
     ) -> Result<Self> {
         let doctor = args.doctor.as_deref().map(read_doctor).transpose()?;
         let on_gpu = case.target.on_gpu;
@@ -86,7 +93,8 @@ impl Expected {
             }
         };
         let bandwidths = Bandwidths { link, memory: own };
-        let resident = memory.slots.slots >= memory.experts;
+        let slots = memory.slots();
+        let resident = slots >= memory.experts();
         let per_token = plan.directory().layers().len() * plan.top_k();
         let trace = args.trace.as_deref().map(Trace::open).transpose().map_err(Error::core)?;
         if let Some(trace) = &trace {
@@ -97,14 +105,15 @@ impl Expected {
             Some(trace) => {
                 let cache = &case.options.cache;
                 let policy = cache.policy.in_force(resident, on_gpu);
-                let slots = memory.slots.slots / trace.layers().max(1);
+                let slots = slots / trace.layers().max(1);
                 let score = replay(trace, ReplayPolicy::Online(policy), cache.scope, slots);
                 (HitRates::known(score.hit_rate()), "trace")
             }
-            None if memory.slots.slots < per_token => (HitRates::known(0.0), "too few"),
+            None if slots < per_token => (HitRates::known(0.0), "too few"),
             None => (HitRates::assumed(memory.share()), "assumed"),
         };
         let token = plan.token_bytes();
+        let links = if on_gpu { memory.devices.len() } else { 1 };
         let missed = |rate| (token.missed(rate) / token.batch as f64).round() as u64;
         Ok(Self {
             hit_rate,
@@ -114,7 +123,16 @@ impl Expected {
             link_from,
             memory_from,
             bytes_per_token: [missed(hit_rate.high), missed(hit_rate.low)],
-            tokens_per_second: token.tokens_per_second(hit_rate, bandwidths),
+            tokens_per_second: match links {
+                1 => token.tokens_per_second(hit_rate, bandwidths),
+                // At worst misses come over one link after the other, at best over all at once.
+                _ => {
+                    let together = Bandwidths { link: link * links as f64, ..bandwidths };
+                    let high = token.tokens_per_second(hit_rate, together).high;
+                    TokensPerSecond { high, ..token.tokens_per_second(hit_rate, bandwidths) }
+                }
+            },
+            links,
         })
     }
 
@@ -137,7 +155,11 @@ impl Expected {
         );
         let [least, most] = self.bytes_per_token.map(human_bytes);
         let moved = if least == most { least } else { format!("{least} to {most}") };
-        line("moved a token", format!("{moved}, over {}", self.source(self.bandwidths.link, self.link_from)));
+        let each = if self.links > 1 { format!(" each of {} links", self.links) } else { String::new() };
+        line(
+            "moved a token",
+            format!("{moved}, over {}{each}", self.source(self.bandwidths.link, self.link_from)),
+        );
         let TokensPerSecond { low, high } = self.tokens_per_second;
         let all = if batch > 1 { " of all sequences together" } else { "" };
         line(

@@ -75,6 +75,77 @@ fn a_plan_made_before_loading_is_what_a_run_reports_by_owner() {
     }
 }
 
+/// Unequal devices: what each one owns and holds is planned as a run then has it, and the answer is one device's.
+#[test]
+fn several_devices_are_planned_as_they_run() {
+    const SHORT: &str = "--prompt hello --temperature 0 --max-tokens 4 --json";
+    let alone = tiny("generate", PROMPT).json();
+    for (options, devices) in [
+        ("--device cpu,cpu --vram 16M,6M --ctx 256", 2),
+        ("--device cpu,cpu --vram 14M --ctx 256", 2),
+        (
+            "--device cpu,cpu,cpu --vram 14M,2M,3M --ctx 256 --format int4 --prefetch correlation --ring 100K",
+            3,
+        ),
+        ("--device cpu,cpu --slots 30,50 --resident-format quantized", 2),
+        ("--device cpu,cpu --pool 3M,2M --scope global", 2),
+    ] {
+        let plan = tiny("plan", &format!("--json {options}")).json();
+        let run = tiny("generate", &format!("{SHORT} {options}")).json();
+        let (planned, made) = (&plan["devices"], &run["cache"]["devices"]);
+        assert_eq!(made.as_array().unwrap().len(), devices, "{options}: {made}");
+        for d in 0..devices {
+            for key in ["slots", "experts"] {
+                assert_eq!(planned[d][key], made[d][key], "{options}: {key} of device {d}: {planned}");
+            }
+            let budget = planned[d]["budget"].as_u64().unwrap();
+            let total = planned[d]["memory"]["plan"]["total"].as_u64().unwrap();
+            assert!(total <= budget, "{options}: {total} of {budget}");
+        }
+        assert_eq!(plan["experts"]["slots"], run["cache"]["slots"], "{options}");
+        assert_eq!(plan["memory"]["plan"], run["memory"]["plan"], "{options}: the first device's");
+        if !options.contains("int4") {
+            assert_eq!(run["tokens"], alone["tokens"], "{options}");
+        }
+    }
+    let plan = tiny("plan", "--json --device cpu,cpu --vram 16M,1K --ctx 256").json();
+    assert_eq!(plan["devices"][1]["experts"], 0, "{plan}");
+    assert!(plan["notes"][0].as_str().unwrap().contains("device 1 (pool 1) is not used"), "{plan}");
+    let run = tiny("generate", "-p hello --max-tokens 1 --device cpu,cpu --vram 16M,1K --ctx 256");
+    assert!(run.stderr.contains("device 1 (cpu) is not used"), "{}", run.stderr);
+    let planned = tiny("plan", "--device cpu,cpu --vram 16M,6M --ctx 256");
+    let table = planned.answer();
+    for words in ["pool 0             16.0 MiB (--vram)", "pool 1             6.0 MiB (--vram)", "all slots"]
+    {
+        assert!(table.contains(words), "{words:?}: {table}");
+    }
+}
+
+/// GPUs that are not here: as many as have a limit, or are named.
+#[test]
+fn gpus_with_unequal_memory_are_planned_without_being_here() {
+    let of = |options: &str| tiny("plan", &format!("--json --ctx 256 {options}")).json();
+    let (uneven, even) = (of("--vram 560M,530M"), of("--device cuda:0,2 --vram 560M"));
+    for (plan, second) in [(&uneven, "cuda:1"), (&even, "cuda:2")] {
+        let (devices, experts) = (&plan["devices"], plan["experts"]["experts"].as_u64().unwrap());
+        assert_eq!(
+            (&devices[0]["device"], &devices[1]["device"]),
+            (&"cuda:0".into(), &second.into()),
+            "{plan}"
+        );
+        let owned = |d: usize| devices[d]["experts"].as_u64().unwrap();
+        assert_eq!(owned(0) + owned(1), experts, "{plan}");
+        assert!(owned(0) > 0 && owned(1) > 0, "{plan}");
+        // The dense part is the first's.
+        assert!(bytes(&devices[0]["needs"], "dense") > 0.0 && bytes(&devices[1]["needs"], "dense") == 0.0);
+        assert_eq!(plan["expected"]["links"], 2, "{plan}");
+    }
+    assert!(bytes(&uneven["devices"][1], "slots") < bytes(&even["devices"][1], "slots"), "{uneven}");
+    let refused = tiny("plan", "--vram 520M,700M");
+    assert_eq!(refused.status.code(), Some(1), "{refused:?}");
+    assert!(refused.stderr.contains("cuda:0"), "the first holds the dense part: {}", refused.stderr);
+}
+
 #[test]
 fn a_packed_file_is_planned_as_it_runs() {
     let folder = tempfile::tempdir().unwrap();

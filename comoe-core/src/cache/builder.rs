@@ -36,6 +36,8 @@ pub struct CacheBuilder<S> {
     pub(super) options: CacheOptions,
     /// By device, where they differ.
     pub(super) capacities: Vec<Capacity>,
+    /// By device, where they differ.
+    pub(super) budgets: Vec<u64>,
     pub(super) reserve_elsewhere: u64,
     pub(super) bond: BondOptions,
     pub(super) backend: Option<Box<dyn Backend>>,
@@ -50,6 +52,7 @@ impl<S> CacheBuilder<S> {
             devices,
             options: CacheOptions::default(),
             capacities: Vec::new(),
+            budgets: Vec::new(),
             reserve_elsewhere: 0,
             bond: BondOptions { peer_access: PeerAccess::default(), deadline: DEADLINE },
             backend: None,
@@ -68,6 +71,13 @@ impl<S> CacheBuilder<S> {
     /// holds for those behind it. What is asked for in slots, bytes or parts of all experts is each device's own.
     pub fn capacities(mut self, capacities: &[Capacity]) -> Self {
         self.capacities = capacities.to_vec();
+        self
+    }
+
+    /// The most memory, in bytes, that slots and what is reserved may take of each of several devices, in their order, where
+    /// that is not [`CacheOptions::budget`] on all; the last one given holds for those behind it.
+    pub fn budgets(mut self, budgets: &[u64]) -> Self {
+        self.budgets = budgets.to_vec();
         self
     }
 

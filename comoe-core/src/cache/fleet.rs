@@ -173,14 +173,24 @@ impl Fleet {
         let mut lead = core.engine();
         let mut others = self.others();
         let Others { engines, bond } = &mut *others;
-        let result = std::iter::once(&mut *lead)
-            .chain(engines.iter_mut())
-            .try_for_each(Engine::begin_shared)
-            .and_then(|()| {
-                let engines = std::iter::once(&mut *lead).chain(engines.iter_mut());
-                let mut backends: Vec<_> = engines.map(Engine::shared_backend).collect();
-                bond.step(&mut backends, step)
-            });
+        let mut run = |lead: &mut Engine, engines: &mut [Engine]| {
+            let mut all: Vec<&mut Engine> = std::iter::once(lead).chain(engines).collect();
+            all.iter_mut().try_for_each(|engine| engine.begin_shared())?;
+            let mut backends: Vec<_> = all.into_iter().map(Engine::shared_backend).collect();
+            bond.step(&mut backends, step)
+        };
+        let mut result = run(&mut lead, engines);
+        if let Err(error @ Error::OutOfDeviceMemory { device, .. }) = &result {
+            // Nothing has been enqueued. Who is short of memory has fewer slots from here on.
+            let short = self.infos.iter().position(|info| info.device == *device);
+            let gave_way = match short.unwrap_or(0) {
+                0 => lead.give_way(error),
+                d => engines[d - 1].give_way(error),
+            };
+            if gave_way {
+                result = run(&mut lead, engines);
+            }
+        }
         if let Err(e) = &result {
             lead.stop(e);
             engines.iter_mut().for_each(|engine| engine.stop(e));

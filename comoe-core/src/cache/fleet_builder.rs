@@ -9,19 +9,10 @@ use super::{CacheOptions, Capacity, Core};
 use crate::backend::bond::{Bond, BondOptions, SameMemory, Shared};
 use crate::backend::{Backend, BackendInfo, DriverKind};
 use crate::error::{Error, Result};
-use crate::expert::{ExpertId, ExpertSpec};
+use crate::expert::ExpertSpec;
 use crate::placement::Placement;
-use crate::plan::{Room, SlotPlan};
+use crate::plan::{Room, Seat, Seats};
 use crate::store::{ExpertStore, PartSource, RecordSource};
-
-/// What one device is asked for.
-struct Seat {
-    /// Its number among the devices given.
-    number: usize,
-    capacity: Capacity,
-    /// Slots that it would have if it owned every record: its weight.
-    slots: usize,
-}
 
 impl CacheBuilder<ExpertStore> {
     pub(super) fn fleet(
@@ -45,25 +36,18 @@ impl CacheBuilder<ExpertStore> {
         for &id in &self.options.pinned {
             source.directory().record(id)?;
         }
-        let mut notes = Vec::new();
-        let mut seats = self.seats(&source, &mut notes)?;
+        let slot_bytes = self.cuda.slot_bytes(source.directory());
+        let asked = (0..self.devices.as_slice().len()).map(|n| (self.name(n), self.asked(n), self.room(n)));
+        let mut seats = Seats::new(&self.options, source.directory(), slot_bytes, asked)?;
         // Ends: each time round some device has fewer slots.
         let (placement, sources, mut made) = loop {
-            let weights: Vec<u64> = seats.iter().map(|s| s.slots as u64).collect();
-            let placement = Placement::new(source.directory(), &weights);
-            if let Some(idle) = (1..seats.len()).find(|&d| placement.owned(d) == 0) {
-                notes.push(format!(
-                    "{} has no share of the experts, and is not used",
-                    self.name(&seats[idle])
-                ));
-                seats.remove(idle);
-                continue;
-            }
+            let placement = seats.placement();
             match self.make_all(&source, &placement, &seats, make) {
                 Ok((sources, made)) => break (placement, sources, made),
-                Err((d, e)) => self.shrink(&mut seats, d, e, &mut notes)?,
+                Err((d, e)) => seats.shrink(d, e)?,
             }
         };
+        let Seats { seats, mut notes, .. } = seats;
         let device = self.devices.first()?.clone();
         let all = self.devices.as_slice();
         let mut bond: Box<dyn Bond> = match seats.iter().all(|s| share_memory(&device, &all[s.number])) {
@@ -110,68 +94,25 @@ impl CacheBuilder<ExpertStore> {
         })
     }
 
-    fn name(&self, seat: &Seat) -> String {
-        match self.devices.as_slice()[seat.number].location() {
-            candle_core::DeviceLocation::Cpu => format!("device {} (cpu)", seat.number),
-            candle_core::DeviceLocation::Cuda { gpu_id } => format!("device {} (cuda:{gpu_id})", seat.number),
-            other => format!("device {} ({other:?})", seat.number),
+    fn name(&self, number: usize) -> String {
+        match self.devices.as_slice()[number].location() {
+            candle_core::DeviceLocation::Cpu => format!("device {number} (cpu)"),
+            candle_core::DeviceLocation::Cuda { gpu_id } => format!("device {number} (cuda:{gpu_id})"),
+            other => format!("device {number} ({other:?})"),
         }
+    }
+
+    /// What a device is asked for.
+    fn asked(&self, number: usize) -> Capacity {
+        let last = self.capacities.last().copied();
+        self.capacities.get(number).copied().or(last).unwrap_or(self.options.capacity)
     }
 
     /// Memory of a device that its slots may take.
     fn room(&self, number: usize) -> Result<Option<Room>> {
-        let all = self.devices.as_slice();
-        let device = &all[number];
         let reserve = if number == 0 { self.options.reserve } else { self.reserve_elsewhere };
         let options = CacheOptions { reserve, ..self.options.clone() };
-        let pools = all.iter().filter(|d| d.location() == device.location()).count();
-        Ok(options.room(device)?.map(|room| Room { free: room.free / pools as u64, ..room }))
-    }
-
-    /// What each device is asked for, and gets as far as its memory goes.
-    fn seats(&self, source: &Arc<dyn RecordSource>, notes: &mut Vec<String>) -> Result<Vec<Seat>> {
-        let directory = source.directory();
-        let slot_bytes = self.cuda.slot_bytes(directory);
-        let mut seats = Vec::new();
-        for number in 0..self.devices.as_slice().len() {
-            let last = self.capacities.last().copied();
-            let asked = self.capacities.get(number).copied().or(last).unwrap_or(self.options.capacity);
-            let mut seat = Seat { number, capacity: asked, slots: 0 };
-            let slots = self.room(number).and_then(|room| {
-                // What the devices have together decides whether it is enough.
-                let options = CacheOptions { capacity: asked, top_k: 0, ..self.options.clone() };
-                // What does not fit is less and not refused.
-                let limit = room.as_ref().filter(|_| asked == Capacity::Fit);
-                let SlotPlan { slots, .. } = SlotPlan::new(&options, directory, slot_bytes, limit)?;
-                Ok((
-                    slots,
-                    room.filter(|room| room.on_device)
-                        .map_or(slots, |room| slots.min(room.slots(slot_bytes))),
-                ))
-            });
-            match slots {
-                Ok((slots, fit)) => {
-                    // Of all experts a device need only have room for its share.
-                    if fit < slots && !matches!(asked, Capacity::All | Capacity::Fit) {
-                        notes.push(format!(
-                            "{}: only {fit} of {slots} slots fit its memory",
-                            self.name(&seat)
-                        ));
-                        seat.capacity = Capacity::Slots(fit);
-                    }
-                    seat.slots = fit;
-                    seats.push(seat);
-                }
-                Err(e) if number == 0 => return Err(e),
-                Err(e) => notes.push(format!("{} is not used: {e}", self.name(&seat))),
-            }
-        }
-        let (slots, least) =
-            (seats.iter().map(|s| s.slots).sum(), self.options.top_k.clamp(1, directory.len()));
-        if slots < least {
-            return Err(Error::TooFewSlots { asked: slots, least });
-        }
-        Ok(seats)
+        options.room_of(self.devices.as_slice(), number, &self.budgets)
     }
 
     /// Makes every device's engine, or says which one failed.
@@ -180,14 +121,15 @@ impl CacheBuilder<ExpertStore> {
         &self,
         source: &Arc<dyn RecordSource>,
         placement: &Placement,
-        seats: &[Seat],
+        seats: &Seats<'_>,
         make: Option<MakeBackend<'_>>,
     ) -> std::result::Result<(Vec<Arc<dyn RecordSource>>, Vec<Made>), (usize, Error)> {
         let (mut sources, mut made) = (Vec::new(), Vec::new());
-        for (d, seat) in seats.iter().enumerate() {
+        for (d, seat) in seats.seats.iter().enumerate() {
             let part = PartSource::new(source.clone(), |record| placement.owner(record) == d);
             let part: Arc<dyn RecordSource> = Arc::new(part);
-            let engine = self.make_one(seat, &part, source.directory().len(), make);
+            let options = seats.options(d, part.directory());
+            let engine = self.make_one(seat, &part, &options, make);
             made.push(engine.map_err(|e| (d, e))?);
             sources.push(part);
         }
@@ -198,65 +140,14 @@ impl CacheBuilder<ExpertStore> {
         &self,
         seat: &Seat,
         part: &Arc<dyn RecordSource>,
-        records: usize,
+        options: &CacheOptions,
         make: Option<MakeBackend<'_>>,
     ) -> Result<Made> {
-        let owned = part.directory().len();
-        let options = CacheOptions {
-            capacity: match seat.capacity {
-                // Of what it owns.
-                Capacity::All | Capacity::Fraction(_) => Capacity::Slots(match seat.capacity {
-                    Capacity::All => owned,
-                    _ => seat.slots.min(owned),
-                }),
-                other => other,
-            },
-            pinned: {
-                let here = |id: &&ExpertId| part.directory().record(**id).is_ok();
-                self.options.pinned.iter().filter(here).copied().collect()
-            },
-            // On average a token uses so many of its experts.
-            top_k: match self.options.top_k {
-                0 => 0,
-                k => (k * owned).div_ceil(records).min(owned),
-            },
-            ..self.options.clone()
-        };
         let device = &self.devices.as_slice()[seat.number];
         let backend = make.map(|make| make(seat.number, part.clone())).transpose()?;
         let room = self.room(seat.number)?;
         let (cuda, rules) = (self.cuda.clone(), self.rules);
-        PoolSetup { device, source: part, options: &options, room, cuda, rules, alone: false }
-            .make(backend, true)
-    }
-
-    /// After device `d` of `seats` failed with `e`: gives it less, or leaves it out, and says so.
-    fn shrink(&self, seats: &mut Vec<Seat>, d: usize, e: Error, notes: &mut Vec<String>) -> Result<()> {
-        let name = self.name(&seats[d]);
-        let seat = &mut seats[d];
-        let less = match &e {
-            Error::NoRoom { most, .. } | Error::OverBudget { most, .. } => {
-                (*most).min(seat.slots.saturating_sub(1))
-            }
-            Error::OutOfDeviceMemory { .. } => seat.slots / 2,
-            // What it has is too little to be of use.
-            Error::TooFewSlots { .. } | Error::PoolTooSmall { .. } => 0,
-            Error::Device { .. } | Error::Cuda { .. } | Error::HostMemory { .. } if d > 0 => 0,
-            _ => return Err(e),
-        };
-        match less {
-            0 if d == 0 => Err(e),
-            0 => {
-                notes.push(format!("{name} is not used: {e}"));
-                seats.remove(d);
-                Ok(())
-            }
-            less => {
-                notes.push(format!("{name} has {less} slots instead of {}: {e}", seat.slots));
-                (seat.slots, seat.capacity) = (less, Capacity::Slots(less));
-                Ok(())
-            }
-        }
+        PoolSetup { device, source: part, options, room, cuda, rules, alone: false }.make(backend, true)
     }
 
     /// Whether all devices drive steps of few tokens, together.

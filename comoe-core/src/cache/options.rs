@@ -131,6 +131,18 @@ impl CacheOptions {
             },
         })
     }
+    /// As [`Self::room`], of the device with this number among several; those that are the same device share its memory.
+    /// `budgets` are by device, the last for those behind it, and none is [`Self::budget`] for all.
+    ///
+    /// # Errors
+    /// As [`Self::room`].
+    pub fn room_of(&self, devices: &[Device], number: usize, budgets: &[u64]) -> Result<Option<Room>> {
+        let device = &devices[number];
+        let budget = budgets.get(number).or(budgets.last()).copied().or(self.budget);
+        let pools = devices.iter().filter(|d| d.location() == device.location()).count();
+        let room = Self { budget, ..self.clone() }.room(device)?;
+        Ok(room.map(|room| Room { free: room.free / pools as u64, ..room }))
+    }
 }
 
 /// What a cache will use: computed from the options and a directory alone.

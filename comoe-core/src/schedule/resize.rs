@@ -22,6 +22,19 @@ pub struct SlotsInForce {
     pub lent: u64,
 }
 
+impl SlotsInForce {
+    /// Of several devices together.
+    pub(crate) fn of_all(all: impl IntoIterator<Item = Self>) -> Self {
+        let none = Self { slots: 0, most: 0, bytes: 0, lent: 0 };
+        all.into_iter().fold(none, |sum, one| Self {
+            slots: sum.slots + one.slots,
+            most: sum.most + one.most,
+            bytes: sum.bytes + one.bytes,
+            lent: sum.lent + one.lent,
+        })
+    }
+}
+
 /// How many slots there should be.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Elastic {
@@ -160,20 +173,25 @@ impl Engine {
         if let Some(first) = &self.failed {
             return Err(Error::Stopped { first: first.clone() });
         }
-        let error = match f(self) {
-            Err(error @ Error::OutOfDeviceMemory { .. }) => error,
-            other => return self.guarded(|_| other),
-        };
-        let Error::OutOfDeviceMemory { asked, free, .. } = error else { return self.guarded(|_| Err(error)) };
-        // What is free may lie in pieces, and rounding takes some of it.
-        match self.lend(asked.saturating_sub(free) + SPARE) {
-            Ok(force) => {
-                tracing::warn!("{error}: the experts' slots made room, {} are left", force.slots);
-                self.guarded(f)
-            }
-            // What was missing first says more than why nothing could be done about it.
-            Err(_) => self.guarded(|_| Err(error)),
+        match f(self) {
+            Err(error) => match self.give_way(&error) {
+                true => self.guarded(f),
+                // What was missing first says more than why nothing could be done about it.
+                false => self.guarded(|_| Err(error)),
+            },
+            done => done,
         }
+    }
+
+    /// Has slots give up the memory that was missing, for good, and says so; whether they could.
+    pub(crate) fn give_way(&mut self, error: &Error) -> bool {
+        let Error::OutOfDeviceMemory { asked, free, .. } = error else { return false };
+        // What is free may lie in pieces, and rounding takes some of it.
+        let lent = self.lend(asked.saturating_sub(*free) + SPARE);
+        if let Ok(force) = &lent {
+            tracing::warn!("{error}: the experts' slots made room, {} are left", force.slots);
+        }
+        lent.is_ok()
     }
 
     /// Changes the pool's size, and forgets what was known of records that lost their slots.

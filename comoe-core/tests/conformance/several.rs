@@ -6,7 +6,7 @@ use candle_core::{DType, Device};
 use comoe_core::backend::DriverKind;
 use comoe_core::store::{RecordIndex, RecordSource};
 use comoe_core::{
-    CacheOptions, Capacity, ExpertCache, ExpertFormat, ExpertSpec, PolicyKind, Prefetch, Scope,
+    CacheOptions, Capacity, Error, ExpertCache, ExpertFormat, ExpertSpec, PolicyKind, Prefetch, Scope,
 };
 
 use super::{Experts, Make, Several, calls, run};
@@ -21,9 +21,27 @@ pub(crate) fn several_devices(make: Make<'_>, several: Several<'_>) {
     super::what_one_driver_brought_the_other_finds(device, make);
     super::bad_arguments_leave_the_cache_usable(device, make);
     super::callers_take_turns(device, make);
-    every_split_gives_the_bits_of_one_device(device, alone, make.driver, several);
+    let formats = [(ExpertFormat::INT4, false), (ExpertFormat::Bf16, true)];
+    every_split_gives_the_bits_of_one_device(device, alone, make.driver, several, &formats);
     each_device_moves_what_it_owns(make, several);
+    slots_of_all_devices_come_and_go(alone, make.driver, several);
     a_failing_source_names_the_expert_of_the_model(make, several);
+}
+
+/// What depends on who is ready first: every split, policy, scope, prefetch and ring, each in one format. For backends that
+/// are slow on purpose.
+pub(crate) fn several_devices_in_brief(make: Make<'_>, several: Several<'_>) {
+    let (device, alone) = (&several.devices[0], Make { several: None, ..make });
+    let make = Make { several: Some(several), ..make };
+    super::output_is_the_same_for_every_nth_pool(device, make, &[ExpertFormat::INT8], 3);
+    super::callers_take_turns(device, make);
+    every_split_gives_the_bits_of_one_device(
+        device,
+        alone,
+        make.driver,
+        several,
+        &[(ExpertFormat::INT4, false)],
+    );
 }
 
 fn cache(
@@ -49,10 +67,11 @@ fn every_split_gives_the_bits_of_one_device(
     alone: Make<'_>,
     driver: DriverKind,
     several: Several<'_>,
+    formats: &[(ExpertFormat, bool)],
 ) {
     const EXPERTS: usize = 8;
     const LAYERS: usize = 3;
-    for (format, weight_on_input) in [(ExpertFormat::INT4, false), (ExpertFormat::Bf16, true)] {
+    for &(format, weight_on_input) in formats {
         let mut spec = ExpertSpec::swiglu(64, 48);
         if weight_on_input {
             spec.weight_on = comoe_core::WeightOn::Input;
@@ -125,6 +144,48 @@ fn each_device_moves_what_it_owns(make: Make<'_>, several: Several<'_>) {
     assert_eq!(text.matches("of the experts, 0 staging").count(), n, "{text}");
     cache.reset_stats();
     assert_eq!(cache.stats().accesses(), 0);
+}
+
+/// Shares grow and shrink together, the first alone lends, and neither changes a bit.
+fn slots_of_all_devices_come_and_go(alone: Make<'_>, driver: DriverKind, several: Several<'_>) {
+    let experts = Experts::random(ExpertSpec::swiglu(64, 48), ExpertFormat::INT8, 3, 8, 21);
+    let device = &several.devices[0];
+    let mut all = calls(&experts, device, DType::F32, 40, 3, 5);
+    all.extend(calls(&experts, device, DType::F32, 4, 40, 6));
+    let resident = super::cache(&experts, device, alone, CacheOptions::default());
+    let want: Vec<_> = all.iter().map(|c| run(&resident, c)).collect();
+    let built: Vec<_> = std::iter::once(14).chain(several.devices[1..].iter().map(|_| 7)).collect();
+    let options = CacheOptions { top_k: 2, ..CacheOptions::default() };
+    let cache = cache(&experts, several, driver, options, &built);
+    let by_device = || cache.stats().devices.iter().map(|d| d.slots).collect::<Vec<_>>();
+    let (whole, made) = (cache.slots_in_force(), by_device());
+    assert_eq!((whole.slots, whole.most), (made.iter().sum(), whole.slots));
+    let (mut noise, mut seen) = (super::Noise(3), std::collections::BTreeSet::new());
+    for (n, (call, want)) in all.iter().zip(&want).enumerate() {
+        assert_eq!(&run(&cache, call), want, "call {n}, {:?} slots", by_device());
+        let now = cache.resize(noise.below(whole.most + 4)).unwrap();
+        assert_eq!(by_device().iter().sum::<usize>(), now.slots);
+        assert!(by_device().iter().zip(&made).all(|(now, made)| (1..=*made).contains(now)));
+        seen.insert(now.slots);
+    }
+    assert!(seen.len() > 3, "{seen:?}");
+    cache.check().unwrap();
+    assert_eq!(cache.resize(usize::MAX).unwrap(), whole);
+    let lent = cache.lend(2 * experts.layout.record_bytes as u64);
+    let now = by_device();
+    match lent {
+        Ok(force) => {
+            assert!(
+                now[0] < made[0] && now[1..] == made[1..] && force.slots < whole.slots,
+                "{now:?} of {made:?}"
+            );
+        }
+        // All slots lie in one chunk of memory, as these do on a GPU.
+        Err(Error::NothingToLend { most: 0, .. }) => assert_eq!(now, made),
+        Err(e) => panic!("{e}"),
+    }
+    assert_eq!(&run(&cache, &all[0]), &want[0]);
+    assert_eq!(cache.take_back(u64::MAX).unwrap(), whole);
 }
 
 /// Devices number their experts by themselves; people hear of the model's.

@@ -40,18 +40,20 @@ pub(super) fn buffer_bytes(
     }
     // Cosines and sines of each pair.
     let rotary: usize = ropes.iter().map(|r| context * r.dim * element).sum();
-    let experts = plan
-        .moe_layers()
-        .map(|(_, moe)| cuda::workspace_bytes(&moe.expert, DType::F32, MOST_DEVICE_TOKENS, moe.router.top_k));
-    let records = directory.len() as u64;
     // History by position.
     let sequence = (4 * (context + 1)) as u64 + SAMPLER;
     result_bytes(plan, context, dtype)
         + rotary as u64
-        + experts.max().unwrap_or(0)
-        + DRIVER
-        + DRIVER_RECORD * records
+        + driver_bytes(plan, directory)
         + batch as u64 * sequence
+}
+
+/// Bytes of what a device keeps that drives steps of few tokens.
+pub(super) fn driver_bytes(plan: &DecoderPlan, directory: &Directory) -> u64 {
+    let experts = plan
+        .moe_layers()
+        .map(|(_, moe)| cuda::workspace_bytes(&moe.expert, DType::F32, MOST_DEVICE_TOKENS, moe.router.top_k));
+    experts.max().unwrap_or(0) + DRIVER + DRIVER_RECORD * directory.len() as u64
 }
 
 /// Bytes of the results alone.

@@ -1,11 +1,12 @@
 //! What a model needs of a device's memory beside its experts, computed before anything is loaded.
 
 use candle_core::DType;
+use comoe_core::backend::cuda::handed_bytes;
 use comoe_core::plan::DeviceBytes;
 use comoe_core::store::Directory;
 
-use super::buffers::buffer_bytes;
-use super::workspace::workspace_bytes;
+use super::buffers::{buffer_bytes, driver_bytes};
+use super::workspace::{experts_bytes, workspace_bytes};
 use super::{DenseWeights, KvFormat, LoadOptions};
 use crate::arch::{DecoderPlan, Mask, MixerPlan};
 
@@ -75,6 +76,30 @@ pub(super) fn device_needs(
     let workspace = workspace_bytes(plan, context, options);
     let buffers = buffer_bytes(plan, directory, context, options.dtype, batch);
     (DeviceBytes { workspace, buffers, ..held }, DEVICE_MARGIN)
+}
+
+/// Device memory of everything but slots on the first of `devices` devices, of which one alone would need `alone`, and on every
+/// other one, which has experts alone; `directory` is of all of them.
+pub(super) fn needs_of_several(
+    plan: &DecoderPlan,
+    alone: DeviceBytes,
+    directory: &Directory,
+    (context, dtype): (usize, DType),
+    devices: usize,
+    on_gpu: bool,
+) -> [DeviceBytes; 2] {
+    if !on_gpu {
+        return [alone, DeviceBytes::default()];
+    }
+    let handed = plan.moe_layers().map(|(_, moe)| handed_bytes(&moe.expert, moe.router.top_k));
+    let [first, other] = handed.reduce(|a, b| [a[0].max(b[0]), a[1].max(b[1])]).unwrap_or_default();
+    let members = devices.saturating_sub(1) as u64;
+    let elsewhere = DeviceBytes {
+        workspace: experts_bytes(plan, context, dtype),
+        buffers: driver_bytes(plan, directory) + other,
+        ..DeviceBytes::default()
+    };
+    [DeviceBytes { buffers: alone.buffers + members * first, ..alone }, elsewhere]
 }
 
 #[cfg(test)]

@@ -4,12 +4,11 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use candle_core::{DType, Device};
-use comoe_core::plan::MemoryPlan;
-use comoe_core::store::{Checkpoint, ConvertOptions, ExpertStore, Naming, Quantisation};
+use comoe_core::plan::{DeviceBytes, DeviceNeeds, DevicePlan, MemoryPlan, Room, SharedPlan};
+use comoe_core::store::{Checkpoint, ConvertOptions, Directory, ExpertStore, Naming, Quantisation};
 use comoe_core::{CacheOptions, Capacity, CudaOptions, ExpertCache, ExpertFormat, PeerAccess, cuda_memory};
 
-use super::needs::device_needs;
-use super::workspace::experts_bytes;
+use super::needs::{device_needs, needs_of_several};
 use super::{DenseFormat, DenseWeights, KvFormat, ModelFiles, Progress};
 use crate::arch::{self, DecoderPlan, MoePlan};
 use crate::decoder::Decoder;
@@ -46,6 +45,9 @@ pub struct LoadOptions {
     pub more_devices: Vec<Device>,
     /// How many experts each device holds, the model's own first, where that is not `cache.capacity` on all of them.
     pub capacities: Vec<Capacity>,
+    /// The most memory that may be taken of each device, the model's own first, in bytes, where that is not `cache.budget` on
+    /// all of them.
+    pub budgets: Vec<u64>,
     /// How GPUs hand things to each other.
     pub peer_access: PeerAccess,
 }
@@ -64,6 +66,7 @@ impl Default for LoadOptions {
             cuda: CudaOptions::default(),
             more_devices: Vec::new(),
             capacities: Vec::new(),
+            budgets: Vec::new(),
             peer_access: PeerAccess::default(),
         }
     }
@@ -107,22 +110,29 @@ pub(crate) fn open_decoder(
     let mut weights = weights.with_format(options.dense, &plan)?;
     let on_gpu = device.is_cuda();
     let in_force = LoadOptions { format, ..options.clone() };
-    let (others, margin) = device_needs(&plan, &weights, store.directory(), context, 1, &in_force, on_gpu);
+    let (alone, margin) = device_needs(&plan, &weights, store.directory(), context, 1, &in_force, on_gpu);
+    let devices: Vec<Device> = std::iter::once(device).chain(&options.more_devices).cloned().collect();
+    let sizes = (context, options.dtype);
+    let [others, elsewhere] = needs_of_several(&plan, alone, store.directory(), sizes, devices.len(), on_gpu);
     let mut cache = CacheOptions { top_k, ..options.cache.clone() };
     let margin = margin + cache.reserve;
     cache.reserve = others.total() + margin;
     let slot_bytes = slot_bytes(&store, &options.cuda, on_gpu);
-    // With several devices each one's slots follow from its share.
-    let memory = match cache.room(device)?.filter(|_| options.more_devices.is_empty()) {
-        Some(room) => Some(MemoryPlan::new(&room, (others, margin), &cache, store.directory(), slot_bytes)?),
-        None => None,
+    let rooms = (0..devices.len()).map(|n| cache.room_of(&devices, n, &options.budgets));
+    let memory = match rooms.collect::<comoe_core::Result<Option<Vec<_>>>>()? {
+        // Nobody knows how much there is.
+        None => Vec::new(),
+        Some(rooms) => {
+            let needs = [(others, margin), (elsewhere, margin)];
+            plan_devices(&rooms, needs, options, &cache, store.directory(), slot_bytes)?.devices
+        }
     };
     let free = if on_gpu { Some(cuda_memory(device)?.0) } else { None };
-    let devices: Vec<Device> = std::iter::once(device).chain(&options.more_devices).cloned().collect();
     let experts = ExpertCache::builder(store, devices)
         .options(cache)
         .capacities(&options.capacities)
-        .reserve_elsewhere(experts_bytes(&plan, context, options.dtype) + margin)
+        .budgets(&options.budgets)
+        .reserve_elsewhere(elsewhere.total() + margin)
         .peer_access(options.peer_access)
         .cuda(options.cuda.clone())
         .build()?;
@@ -132,8 +142,32 @@ pub(crate) fn open_decoder(
     }
     let decoder = decoder.with_kv_format(options.kv);
     let decoder = decoder.with_most_context(options.most_context.unwrap_or(usize::MAX));
-    let decoder = decoder.with_budget(options.cache.budget.is_some());
-    Ok(decoder.with_notes(notes).with_plan(memory, free))
+    let decoder = decoder.with_budget(options.cache.budget.is_some() || !options.budgets.is_empty());
+    Ok(decoder.with_notes(notes).with_plans(memory, free))
+}
+
+/// Shares out the memory of `rooms` as building the cache will: `needs` are the first device's and every other one's, all
+/// but slots and what is kept.
+pub(super) fn plan_devices(
+    rooms: &[Room],
+    needs: [(DeviceBytes, u64); 2],
+    options: &LoadOptions,
+    cache: &CacheOptions,
+    directory: &Directory,
+    slot_bytes: usize,
+) -> Result<SharedPlan> {
+    if let [room] = rooms {
+        let memory = MemoryPlan::new(room, needs[0], cache, directory, slot_bytes)?;
+        return Ok(SharedPlan { devices: vec![DevicePlan { number: 0, memory }], notes: Vec::new() });
+    }
+    let capacities = &options.capacities;
+    let device = |(number, room): (usize, &Room)| {
+        let (others, margin) = needs[number.min(1)];
+        let capacity = capacities.get(number).or(capacities.last()).copied().unwrap_or(cache.capacity);
+        DeviceNeeds { room: room.clone(), capacity, others, margin }
+    };
+    let devices: Vec<_> = rooms.iter().enumerate().map(device).collect();
+    Ok(SharedPlan::new(&devices, cache, directory, slot_bytes)?)
 }
 
 /// Bytes of a slot for the records of a store.

@@ -3,13 +3,13 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use candle_core::Device;
-use comoe_core::plan::{DeviceBytes, MemoryPlan, Room, TokenBytes};
+use candle_core::{DType, Device};
+use comoe_core::plan::{DeviceBytes, MemoryPlan, Room, SharedPlan, TokenBytes};
 use comoe_core::store::Directory;
 use comoe_core::{CacheOptions, ExpertFormat, ExpertLayout};
 
-use super::needs::{KvPart, device_needs, kv_parts};
-use super::open::{DEFAULT_CONTEXT, checked_store, naming_of};
+use super::needs::{KvPart, device_needs, kv_parts, needs_of_several};
+use super::open::{DEFAULT_CONTEXT, checked_store, naming_of, plan_devices};
 use super::{DenseWeights, LoadOptions, ModelFiles};
 use crate::arch::{self, DecoderPlan};
 use crate::error::Result;
@@ -33,6 +33,7 @@ pub struct ModelPlan {
     directory: Directory,
     slot_bytes: usize,
     others: DeviceBytes,
+    dtype: DType,
     margin: u64,
     kv: Vec<KvPart>,
     /// Dense weights that a step reads.
@@ -80,6 +81,7 @@ impl ModelPlan {
             format,
             context,
             directory,
+            dtype: options.dtype,
             slot_bytes,
             others,
             margin,
@@ -102,6 +104,23 @@ impl ModelPlan {
         let options = CacheOptions { top_k: self.top_k(), ..options.clone() };
         let needs = (self.others, self.margin + options.reserve);
         Ok(MemoryPlan::new(room, needs, &options, &self.directory, self.slot_bytes)?)
+    }
+
+    /// The same over several devices, of which the first has everything that is not experts; `rooms` are theirs.
+    ///
+    /// # Errors
+    /// As [`SharedPlan::new`].
+    pub fn shared_memory(&self, rooms: &[Room], options: &LoadOptions) -> Result<SharedPlan> {
+        let margin = self.margin + options.cache.reserve;
+        let cache = CacheOptions { top_k: self.top_k(), ..options.cache.clone() };
+        let needs = self.needs(rooms.len()).map(|needs| (needs, margin));
+        plan_devices(rooms, needs, options, &cache, &self.directory, self.slot_bytes)
+    }
+
+    /// Memory of everything but slots on the first of so many devices, and on every other one.
+    pub fn needs(&self, devices: usize) -> [DeviceBytes; 2] {
+        let sizes = (self.context, self.dtype);
+        needs_of_several(&self.plan, self.others, &self.directory, sizes, devices, self.target.on_gpu)
     }
 
     /// Most experts that a token uses in a layer.

@@ -75,7 +75,7 @@ pub use options::{CudaOptions, Progress, ResidentFormat};
 pub(crate) use peers::Peers;
 #[cfg(feature = "cuda")]
 pub use pool_memory::cuda_pool;
-pub use workspace::{MOST_GEMV_TOKENS, workspace_bytes};
+pub use workspace::{MOST_GEMV_TOKENS, handed_bytes, workspace_bytes};
 
 #[cfg(not(feature = "cuda"))]
 fn not_built(asked: String) -> crate::Error {

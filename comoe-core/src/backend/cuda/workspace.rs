@@ -2,6 +2,7 @@
 
 use candle_core::DType;
 
+use crate::backend::{MOST_DEVICE_ASSIGNMENTS, MOST_DEVICE_TOKENS};
 use crate::expert::{ExpertSpec, WeightOn};
 
 /// Up to this many tokens a record is multiplied with each token's row in turn; for more, tensor cores multiply it with
@@ -25,6 +26,15 @@ pub fn workspace_bytes(spec: &ExpertSpec, dtype: DType, tokens: usize, top_k: us
     (tokens * top_k * (hidden + 4 * spec.hidden) + rounded) as u64
 }
 
+/// GPU memory in bytes for what several GPUs hand to each other in steps of few tokens, for experts of `spec`: on the first
+/// GPU for each of the others, and on each of the others.
+pub fn handed_bytes(spec: &ExpertSpec, top_k: usize) -> [u64; 2] {
+    let rows = MOST_DEVICE_TOKENS * top_k;
+    let handed = 8 * MOST_DEVICE_ASSIGNMENTS + 4 * MOST_DEVICE_TOKENS * spec.hidden;
+    // Twice as much in words (kernels/words.cuh); a member has a copy besides.
+    [(2 * 4 * rows * spec.hidden) as u64, (3 * handed) as u64]
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -37,5 +47,12 @@ mod tests {
         assert_eq!(bytes(DType::BF16, 512), 512 * 8 * (4 * 2048 + 2 * 768));
         assert_eq!(bytes(DType::F32, 512), 512 * bytes(DType::F32, 1));
         assert_eq!(bytes(DType::F16, 512), bytes(DType::BF16, 512) + 512 * 2 * 2048);
+    }
+
+    #[test]
+    fn what_is_handed_over_is_counted_for_the_most_tokens() {
+        let spec = ExpertSpec::swiglu(2048, 768);
+        // 32 x 8 rows in F32, and ids, weights and 32 rows of x; a word has eight bytes for four.
+        assert_eq!(handed_bytes(&spec, 8), [4 << 20, 3 * ((8 << 10) + (256 << 10))]);
     }
 }
