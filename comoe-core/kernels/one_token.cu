@@ -6,6 +6,7 @@
 // alone: a result has the same bits wherever the record lies, whatever else is in the launch and in which order. They
 // are not the bits of gemv.cu, so a caller chooses by its count of tokens, never by what is resident.
 #include "read.cuh"
+#include "words.cuh"
 
 // x of a chunk (a lane's piece of 16 bytes) is staged as kQuads groups of four columns.
 template <int F>
@@ -359,10 +360,19 @@ struct Output {
     float* partial;        // [assignments, hidden]
     const float* weights;  // [top_k], or null: all ones
     void* y;               // [hidden] of `dtype`
+    const uint32_t* step;  // not null: `partial` is words of this step, for another GPU
     uint32_t dtype;
     uint32_t top_k;
+
+    __device__ __forceinline__ void put(size_t at, float v) const {
+        if (step) {
+            put_word(reinterpret_cast<uint64_t*>(partial) + at, __float_as_uint(v), *step);
+        } else {
+            partial[at] = v;
+        }
+    }
 };
-static_assert(sizeof(Output) == 32, "mirrored structs");
+static_assert(sizeof(Output) == 40, "mirrored structs");
 
 // R rows from R * blockIdx.x on of every item, a warp an item at a time.
 template <int F, int R>
@@ -412,7 +422,7 @@ __device__ __forceinline__ void one_token_down(const Item* items, const uint32_t
                 if (out.y) {
                     sums[a * R + lane] = v;
                 } else {
-                    out.partial[size_t(a) * rows + row0 + lane] = v;
+                    out.put(size_t(a) * rows + row0 + lane, v);
                 }
             }
             if (mine.to) {

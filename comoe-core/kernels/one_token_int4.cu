@@ -380,7 +380,7 @@ __device__ __forceinline__ void one_token_down_digits(const Item* items, const u
                     float v = to[lane];
 #pragma unroll
                     for (uint32_t k = 1; k < kDownSlots; k++) v += to[16 * k + lane];
-                    out.partial[size_t(a) * rows + row0 + lane] = v;
+                    out.put(size_t(a) * rows + row0 + lane, v);
                 }
                 sync_team();
             }

@@ -132,8 +132,9 @@ __device__ __forceinline__ void tell_host(const Resolve& r, const Fault& fault) 
     r.host->kind = fault.kind;
 }
 
-// One block of at least as many threads as assignments: thread t has assignment t.
-__device__ __forceinline__ void resolve_block(const Resolve& r) {
+// One block of at least as many threads as assignments: thread t has assignment t. `given_ids` and `given_weights` are r's
+// own, or copies of them.
+__device__ __forceinline__ void resolve_block(const Resolve& r, const uint32_t* given_ids, const float* given_weights) {
     __shared__ uint32_t ids[kMostAssignments], first[kMostAssignments], victims[kMostAssignments];
     __shared__ uint64_t stamps[kMostSlots];
     __shared__ uint32_t owners[kMostSlots], slots[kMostSlots];
@@ -149,10 +150,10 @@ __device__ __forceinline__ void resolve_block(const Resolve& r) {
     if (r.ahead && t < kCopyBlocks) brought = atomicOr(&r.ahead->state[t], kClosed);
     const uint32_t worth = r.ahead && t == 0 ? r.foresight->worth : 0;
     const bool given = t < n, has_item = t < min(n, r.experts);
-    const uint32_t asked = given ? r.ids[t] : 0;
+    const uint32_t asked = given ? given_ids[t] : 0;
     const uint32_t id = r.numbers && asked < r.all ? r.numbers[asked] : asked;
     const bool mine = given && id != kNone;
-    const float weight = given ? r.weights[t] : 0.f;
+    const float weight = given ? given_weights[t] : 0.f;
     const bool stopped = r.fault->kind != FAULT_NONE;
     const Partition partition = *r.partition;
     const uint64_t now = partition.clock;
@@ -185,7 +186,7 @@ __device__ __forceinline__ void resolve_block(const Resolve& r) {
         if (!stopped && t == 0) {
             const uint32_t at = bad < n ? bad : bad - n;
             tell_host(r, Fault{bad < n ? FAULT_BAD_WEIGHT : FAULT_UNKNOWN_EXPERT, r.layer, at / r.top_k,
-                               bad < n ? __float_as_uint(r.weights[at]) : r.ids[at]});
+                               bad < n ? __float_as_uint(given_weights[at]) : given_ids[at]});
         }
         return;
     }
@@ -358,4 +359,4 @@ __device__ __forceinline__ void resolve_block(const Resolve& r) {
     if (r.fills && t >= misses && has_item) r.fills[t] = Item{};
 }
 
-extern "C" __global__ void __launch_bounds__(1024) resolve(const Resolve r) { resolve_block(r); }
+extern "C" __global__ void __launch_bounds__(1024) resolve(const Resolve r) { resolve_block(r, r.ids, r.weights); }

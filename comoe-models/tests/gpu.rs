@@ -28,6 +28,8 @@ mod kv_format;
 mod memory;
 #[path = "gpu/prefill.rs"]
 mod prefill;
+#[path = "gpu/several.rs"]
+mod several;
 #[path = "gpu/synthetic.rs"]
 mod synthetic;
 #[path = "gpu/tiny.rs"]

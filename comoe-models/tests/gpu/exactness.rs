@@ -14,14 +14,14 @@ use crate::synthetic;
 use crate::tiny::GPU;
 
 /// A model, prompts for it, and how it is opened where nothing else is said.
-struct Case {
-    name: &'static str,
-    folder: PathBuf,
+pub(crate) struct Case {
+    pub(crate) name: &'static str,
+    pub(crate) folder: PathBuf,
     /// Each is answered by equally many tokens.
     prompts: Vec<Vec<u32>>,
-    options: LoadOptions,
-    layers: usize,
-    experts: usize,
+    pub(crate) options: LoadOptions,
+    pub(crate) layers: usize,
+    pub(crate) experts: usize,
     top_k: usize,
     /// Half of the experts' bytes.
     half: u64,
@@ -39,7 +39,7 @@ struct Way {
 }
 
 /// What a run gave, and how many of its steps were replayed.
-struct Output {
+pub(crate) struct Output {
     /// A token, and a hash of its logits' bits.
     steps: Vec<(u32, u64)>,
     /// Hashes of the keys and values kept of each prompt's sequence.
@@ -48,7 +48,7 @@ struct Output {
 }
 
 /// The cases, each with the decoder of its resident run.
-fn cases(synthetic: &Path) -> [(Case, Decoder); 2] {
+pub(crate) fn cases(synthetic: &Path) -> [(Case, Decoder); 2] {
     synthetic::write(synthetic);
     // Two sequences, since comoe-tiny's context is 1,024. The prompts are longer than a fused step takes, and shorter.
     let tiny_prompts = prompts();
@@ -126,7 +126,7 @@ impl Case {
     }
 
     /// Answers every prompt with `n` tokens.
-    fn run(&self, decoder: &Decoder, n: usize, graph: bool) -> Output {
+    pub(crate) fn run(&self, decoder: &Decoder, n: usize, graph: bool) -> Output {
         let mut output = Output { steps: Vec::new(), kept: Vec::new(), replayed: 0 };
         for prompt in &self.prompts {
             let mut kv = decoder.new_kv().expect("a KV cache");
@@ -156,9 +156,15 @@ impl Case {
     /// Compares a way with the resident run; `false` where the device cannot drive so.
     fn check(&self, way: Way, n: usize, graphs: &[bool], want: &Output) -> bool {
         let Some(decoder) = self.open(way) else { return false };
+        self.compare(&decoder, &format!("{way:?}"), n, graphs, want);
+        true
+    }
+
+    /// Compares an open model with the resident run.
+    pub(crate) fn compare(&self, decoder: &Decoder, way: &str, n: usize, graphs: &[bool], want: &Output) {
         for &graph in graphs {
-            let have = self.run(&decoder, n, graph);
-            let what = format!("{}, {way:?}, graph {graph}", self.name);
+            let have = self.run(decoder, n, graph);
+            let what = format!("{}, {way}, graph {graph}", self.name);
             let differs = have.steps.iter().zip(&want.steps).position(|(a, b)| a != b);
             assert_eq!(differs, None, "{what}: the first of {} steps that differs", want.steps.len());
             assert_eq!(have.kept, want.kept, "{what}: keys and values");
@@ -174,7 +180,6 @@ impl Case {
             }
         }
         decoder.experts().check().expect("slots equal the store");
-        true
     }
 }
 

@@ -110,6 +110,7 @@ impl StepIo {
 }
 
 /// A step of this GPU's: shapes, and where its input lies.
+#[derive(Clone, Copy)]
 pub(super) struct Ask<'a> {
     pub(super) layer: usize,
     pub(super) spec: &'a ExpertSpec,

@@ -29,7 +29,7 @@ mod one_token;
 mod peers;
 
 pub(super) use early::launch_early;
-pub(super) use peers::{Hand, MOST_MEMBERS, Sum, Take, inbox};
+pub(super) use peers::{Back, Hand, MOST_MEMBERS, Sum, Take, copy, in_words};
 
 static FATBIN: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/kernels.fatbin"));
 

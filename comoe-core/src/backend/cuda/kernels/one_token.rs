@@ -51,6 +51,7 @@ struct Output {
     partial: u64,
     weights: u64,
     y: u64,
+    step: u64,
     dtype: u32,
     top_k: u32,
 }
@@ -203,20 +204,49 @@ impl Kernels {
         args: &DownArgs<'_>,
         combine: Option<&CombineArgs>,
     ) -> Result<()> {
-        let (items, layout) = (&args.items, args.items.layout);
-        if items.len == 0 || items.most == 0 {
-            return Ok(());
-        }
         let output = match combine {
-            None => Output { partial: args.partial, weights: 0, y: 0, dtype: 0, top_k: 0 },
+            None => Output { partial: args.partial, weights: 0, y: 0, step: 0, dtype: 0, top_k: 0 },
             Some(c) => Output {
                 partial: args.partial,
                 weights: c.weights,
                 y: c.y,
+                step: 0,
                 dtype: dtype_code("y", c.y_dtype)?,
                 top_k: c.top_k as u32,
             },
         };
+        // SAFETY: the caller's promise.
+        unsafe { self.one_token_down_to(stream, args, output) }
+    }
+
+    /// Down alone, whose results go to `words` (kernels/words.cuh) of the step whose number is at `step`.
+    ///
+    /// # Safety
+    /// As [`Kernels::down`]; there are as many words as results.
+    pub(super) unsafe fn one_token_down_in_words(
+        &self,
+        stream: &Arc<CudaStream>,
+        args: &DownArgs<'_>,
+        words: u64,
+        step: u64,
+    ) -> Result<()> {
+        let output = Output { partial: words, weights: 0, y: 0, step, dtype: 0, top_k: 0 };
+        // SAFETY: the caller's promise.
+        unsafe { self.one_token_down_to(stream, args, output) }
+    }
+
+    /// # Safety
+    /// As [`Kernels::down`], with results where `output` says.
+    unsafe fn one_token_down_to(
+        &self,
+        stream: &Arc<CudaStream>,
+        args: &DownArgs<'_>,
+        output: Output,
+    ) -> Result<()> {
+        let (items, layout) = (&args.items, args.items.layout);
+        if items.len == 0 || items.most == 0 {
+            return Ok(());
+        }
         let combined = output.top_k as usize;
         let (function, rows, warps, shared) = if takes_digits(layout) {
             let teams = digits_teams(items.len);
@@ -286,6 +316,6 @@ mod tests {
 
     #[test]
     fn output_is_as_long_as_on_the_device() {
-        assert_eq!(size_of::<Output>(), 32);
+        assert_eq!(size_of::<Output>(), 40);
     }
 }

@@ -10,22 +10,30 @@ use cudarc::driver::{
 
 use super::super::resolve::Resolve;
 use super::early::launch_early;
-use super::{Kernels, dtype_code, grid_extent};
+use super::{DownArgs, Kernels, dtype_code, grid_extent};
 use crate::error::Result;
 
 /// GPUs besides the first, at most.
 pub(in crate::backend::cuda) const MOST_MEMBERS: usize = 7;
 
-/// Where the parts of an inbox lie, in bytes from its start.
-pub(in crate::backend::cuda) mod inbox {
+/// Words that a thread hands over or takes, as long as there are threads.
+const WORDS_EACH: u64 = 4;
+
+/// Where a member has what it was handed, in bytes: ids, weights, x.
+pub(in crate::backend::cuda) mod copy {
     use crate::backend::MOST_DEVICE_ASSIGNMENTS;
 
-    pub(in crate::backend::cuda) const IDS: usize = 256;
+    pub(in crate::backend::cuda) const IDS: usize = 0;
     pub(in crate::backend::cuda) const WEIGHTS: usize = IDS + 4 * MOST_DEVICE_ASSIGNMENTS;
     pub(in crate::backend::cuda) const X: usize = WEIGHTS + 4 * MOST_DEVICE_ASSIGNMENTS;
 }
 
-/// What the first GPU hands out; fields are explained in kernels/peers.cu, also those of the next two.
+/// Bytes that `bytes` bytes take in words of kernels/words.cuh.
+pub(in crate::backend::cuda) const fn in_words(bytes: usize) -> usize {
+    8 * bytes.div_ceil(4)
+}
+
+/// What the first GPU hands out; fields are explained in kernels/peers.cu, also those of the next three.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub(in crate::backend::cuda) struct Hand {
@@ -43,10 +51,25 @@ pub(in crate::backend::cuda) struct Hand {
 #[derive(Debug, Clone, Copy)]
 pub(in crate::backend::cuda) struct Take {
     pub(in crate::backend::cuda) inbox: u64,
-    pub(in crate::backend::cuda) x: u64,
+    pub(in crate::backend::cuda) copy: u64,
     pub(in crate::backend::cuda) x_bytes: u64,
     pub(in crate::backend::cuda) step: u64,
+    pub(in crate::backend::cuda) taken: u64,
     pub(in crate::backend::cuda) deadline: u64,
+}
+
+/// What a member hands back.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub(in crate::backend::cuda) struct Back {
+    pub(in crate::backend::cuda) partial: u64,
+    pub(in crate::backend::cuda) words: u64,
+    pub(in crate::backend::cuda) ids: u64,
+    pub(in crate::backend::cuda) numbers: u64,
+    pub(in crate::backend::cuda) step: u64,
+    pub(in crate::backend::cuda) fault: u64,
+    pub(in crate::backend::cuda) experts: u32,
+    pub(in crate::backend::cuda) hidden: u32,
 }
 
 /// What the first GPU sums up.
@@ -55,7 +78,7 @@ pub(in crate::backend::cuda) struct Take {
 pub(in crate::backend::cuda) struct Sum {
     pub(in crate::backend::cuda) own: u64,
     pub(in crate::backend::cuda) parts: [u64; MOST_MEMBERS],
-    pub(in crate::backend::cuda) done: [u64; MOST_MEMBERS],
+    pub(in crate::backend::cuda) taken: [u64; MOST_MEMBERS],
     pub(in crate::backend::cuda) ids: u64,
     pub(in crate::backend::cuda) owner: u64,
     pub(in crate::backend::cuda) factors: u64,
@@ -71,6 +94,8 @@ pub(in crate::backend::cuda) struct Sum {
     pub(in crate::backend::cuda) hidden: u32,
     pub(in crate::backend::cuda) dtype: u32,
     pub(in crate::backend::cuda) layer: u32,
+    pub(in crate::backend::cuda) is_near: u32,
+    pub(in crate::backend::cuda) unused: u32,
 }
 
 // SAFETY: plain integers without padding, mirrored field by field in kernels/peers.cu.
@@ -78,12 +103,14 @@ unsafe impl DeviceRepr for Hand {}
 // SAFETY: as above.
 unsafe impl DeviceRepr for Take {}
 // SAFETY: as above.
+unsafe impl DeviceRepr for Back {}
+// SAFETY: as above.
 unsafe impl DeviceRepr for Sum {}
 
 pub(super) struct PeerKernels {
     resolve_lead: CudaFunction,
     resolve_member: CudaFunction,
-    member_done: CudaFunction,
+    hand_back: CudaFunction,
     combine_all: CudaFunction,
     move_rows: CudaFunction,
 }
@@ -93,7 +120,7 @@ impl PeerKernels {
         Ok(Self {
             resolve_lead: module.load_function("resolve_lead")?,
             resolve_member: module.load_function("resolve_member")?,
-            member_done: module.load_function("member_done")?,
+            hand_back: module.load_function("hand_back")?,
             combine_all: module.load_function("combine_all")?,
             move_rows: module.load_function("move_rows")?,
         })
@@ -104,9 +131,19 @@ fn at<T: DeviceRepr>(argument: &T) -> *mut c_void {
     std::ptr::from_ref(argument).cast_mut().cast()
 }
 
+/// Threads for a step's assignments, and for what is handed over with them: few words each, all of which are under way at
+/// once.
+fn words_config(resolve: &Resolve, blocks: u32, x_bytes: u64) -> Result<LaunchConfig> {
+    let config = resolve.launch_config(blocks)?;
+    let words = 2 * u64::from(resolve.assignments) + x_bytes.div_ceil(4);
+    let threads = words.div_ceil(WORDS_EACH).next_multiple_of(32).min(1024) as u32;
+    Ok(LaunchConfig { block_dim: (threads.max(config.block_dim.0), 1, 1), ..config })
+}
+
 impl Kernels {
     /// # Safety
-    /// As [`launch_early`]; every kernel of peers.cu waits for the one before it before it reads or writes anything.
+    /// As [`launch_early`]; a kernel of peers.cu waits for the one before it before it reads what that one writes, and
+    /// before it writes anything that others read.
     unsafe fn launch_peer(
         &self,
         what: &str,
@@ -150,7 +187,7 @@ impl Kernels {
         resolve: &Resolve,
         hand: &Hand,
     ) -> Result<()> {
-        let config = resolve.launch_config(1 + hand.members)?;
+        let config = words_config(resolve, 1 + hand.members, hand.x_bytes)?;
         let function = &self.peers.resolve_lead;
         // SAFETY: types and order are those of kernels/peers.cu; the rest is the caller's promise.
         unsafe {
@@ -173,35 +210,47 @@ impl Kernels {
         take: &Take,
         early: bool,
     ) -> Result<()> {
-        let (config, function) = (resolve.launch_config(1)?, &self.peers.resolve_member);
+        let (config, function) = (words_config(resolve, 1, take.x_bytes)?, &self.peers.resolve_member);
         // SAFETY: types and order are those of kernels/peers.cu; the rest is the caller's promise.
         unsafe {
             self.launch_peer("resolve_member", stream, function, config, early, &mut [at(resolve), at(take)])
         }
     }
 
-    /// Enqueues the word that a member's results are there.
+    /// Enqueues [`Kernels::down`] on a member, whose results go back in words. `assignments`: how many the step has.
     ///
     /// # Errors
-    /// [`Error::Device`](crate::Error::Device) when the launch fails.
+    /// As [`Kernels::down`].
     ///
     /// # Safety
-    /// Both counts are valid on the stream's GPU until the kernel is done.
-    pub(in crate::backend::cuda) unsafe fn member_done(
+    /// As [`Kernels::down`]; addresses of `back` are valid on the stream's GPU for what kernels/peers.cu says of them,
+    /// until the kernels are done.
+    pub(in crate::backend::cuda) unsafe fn down_and_back(
         &self,
         stream: &Arc<CudaStream>,
-        done: u64,
-        step: u64,
+        down: &DownArgs<'_>,
+        back: &Back,
+        assignments: usize,
     ) -> Result<()> {
-        let config = LaunchConfig { grid_dim: (1, 1, 1), block_dim: (1, 1, 1), shared_mem_bytes: 0 };
-        let function = &self.peers.member_done;
+        if self.takes_one_token(&down.items) {
+            // SAFETY: the caller's promise.
+            return unsafe { self.one_token_down_in_words(stream, down, back.words, back.step) };
+        }
+        let config = LaunchConfig {
+            grid_dim: (back.hidden.div_ceil(256), grid_extent("assignments", assignments)?, 1),
+            block_dim: (256, 1, 1),
+            shared_mem_bytes: 0,
+        };
+        let function = &self.peers.hand_back;
         // SAFETY: types and order are those of kernels/peers.cu; the rest is the caller's promise.
         unsafe {
-            self.launch_peer("member_done", stream, function, config, true, &mut [at(&done), at(&step)])
+            self.down(stream, down)?;
+            self.launch_peer("hand_back", stream, function, config, true, &mut [at(back)])
         }
     }
 
-    /// Enqueues the weighted sum of the results of all GPUs, behind their arrival. `early`: as above.
+    /// Enqueues the weighted sum of the results of all GPUs, behind their arrival. `early`: right behind the step's `down`,
+    /// with a kernel between that and its `resolve`.
     ///
     /// # Errors
     /// [`Error::BadArgument`](crate::Error::BadArgument) for a type that y cannot have.
@@ -264,7 +313,9 @@ mod tests {
 
     #[test]
     fn arguments_are_as_long_as_on_the_device() {
-        assert_eq!((size_of::<Hand>(), size_of::<Take>(), size_of::<Sum>()), (96, 40, 216));
-        assert_eq!((inbox::IDS, inbox::WEIGHTS, inbox::X), (256, 256 + 4096, 256 + 8192));
+        let sizes = [size_of::<Hand>(), size_of::<Take>(), size_of::<Back>(), size_of::<Sum>()];
+        assert_eq!(sizes, [96, 48, 56, 224]);
+        assert_eq!((copy::IDS, copy::WEIGHTS, copy::X), (0, 4096, 8192));
+        assert_eq!([in_words(4), in_words(6), in_words(0)], [8, 16, 0]);
     }
 }

@@ -1,11 +1,10 @@
 //! Steps that several GPUs drive together: kernels/peers.cu.
 //!
-//! Counts order the GPUs: a member's kernels wait for the count in front of what they are handed, the first GPU's for the
-//! counts behind the results, and neither longer than the deadline. Streams wait for each other besides, by events, where
-//! kernels should not wait (two streams of one GPU, whose kernels would take each other's place; a member that the first
-//! GPU has nothing for yet), but not in a graph, where an event a layer would take longer than the counts: there a
-//! member's stream joins the capture with the first step of a token and leaves it with the last, so such a graph holds
-//! whole tokens.
+//! Numbers of steps order the GPUs: a member's kernels wait for the words of their step, the first GPU's for those of the
+//! results, and neither longer than the deadline. Streams wait for each other besides, by events, where kernels should not
+//! wait (two streams of one GPU, whose kernels would take each other's place; a member that the first GPU has nothing for
+//! yet), but not in a graph, where an event a layer would take longer: there a member's stream joins the capture with the
+//! first step of a token and leaves it with the last, so such a graph holds whole tokens.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -17,8 +16,8 @@ use super::{Path, Space};
 use crate::backend::bond::{BondOptions, Shared};
 use crate::backend::cuda::backend::CudaBackend;
 use crate::backend::cuda::context::{Doing, Gpu};
-use crate::backend::cuda::device::{Ask, StepIo};
-use crate::backend::cuda::kernels::{Hand, MOST_MEMBERS, Sum, Take, inbox};
+use crate::backend::cuda::device::{Ask, Launches, StepIo};
+use crate::backend::cuda::kernels::{Back, Hand, MOST_MEMBERS, Sum, Take, copy, in_words};
 use crate::backend::cuda::slab::Slab;
 use crate::backend::cuda::upload::bytes_of;
 use crate::backend::{DeviceStep, MOST_DEVICE_TOKENS};
@@ -49,18 +48,26 @@ struct Seat {
     path: Path,
     gpu: Gpu,
     lead: Gpu,
-    /// Count, ids, weights and x, for the member.
+    /// Ids, weights and x, in words for the member.
     inbox: Space,
-    /// Count and results, for the first GPU.
+    /// The same in the member's own memory, as its kernels read it.
+    copy: Slab,
+    /// The last step that the member has taken, and results in words, for the first GPU.
     parts: Option<Space>,
-    /// x in the member's own memory, where the inbox is not.
-    x: Option<Slab>,
     /// By record: its number on this GPU.
     numbers: Slab,
     /// Steps so far.
     count: Slab,
     handed: CudaEvent,
     done: CudaEvent,
+}
+
+/// A member's part of a step.
+struct Job<'a> {
+    launches: Launches<'a>,
+    take: Take,
+    back: Back,
+    assignments: usize,
 }
 
 /// What orders the streams of one step.
@@ -111,7 +118,7 @@ impl Drive {
             table(gpu, &|r| if placement.owner(r) == device { placement.number(r) } else { ELSEWHERE })
         };
         let hidden = specs.iter().map(|s| s.hidden).max().unwrap_or(0);
-        let x_bytes = (4 * MOST_DEVICE_TOKENS * hidden).next_multiple_of(16);
+        let handed = copy::X + 4 * MOST_DEVICE_TOKENS * hidden;
         let lead = &gpus[0].gpu;
         let seat = |(m, &path): (usize, &Path)| {
             let gpu = &gpus[1 + m].gpu;
@@ -120,12 +127,9 @@ impl Drive {
                 path,
                 gpu: gpu.clone(),
                 lead: lead.clone(),
-                inbox: Space::new(path, gpu, inbox::X + x_bytes)?,
+                inbox: Space::new(path, gpu, in_words(handed))?,
+                copy: Slab::new(gpu, "a step's input", handed)?,
                 parts: None,
-                x: match path {
-                    Path::Host => Some(Slab::new(gpu, "a step's input", x_bytes)?),
-                    Path::Peer | Path::Same => None,
-                },
                 numbers: numbers(gpu, 1 + m)?,
                 count: zeroes(gpu)?,
                 handed: event(lead)?,
@@ -178,7 +182,7 @@ impl Drive {
         let mut sum = Sum {
             own: launches.down.partial,
             parts: [0; MOST_MEMBERS],
-            done: [0; MOST_MEMBERS],
+            taken: [0; MOST_MEMBERS],
             ids: io.ids,
             owner: self.owners.address() + 4 * u64::from(first),
             factors: launches.resolve.factors,
@@ -194,11 +198,19 @@ impl Drive {
             hidden: step.spec.hidden as u32,
             dtype: 0,
             layer: step.layer as u32,
+            is_near: self.members.iter().all(|seat| seat.path != Path::Host).into(),
+            unused: 0,
         };
-        for (m, seat) in self.members.iter_mut().enumerate() {
-            hand.inbox[m] = seat.inbox.address()?;
-            let parts = seat.parts(4 * rows * step.spec.hidden)?;
-            (sum.done[m], sum.parts[m]) = (parts, parts + COUNT as u64);
+        // Whatever memory is short is found before anything is enqueued.
+        let expansions: Vec<_> = others.iter().map(|member| member.expansion(step.layer)).collect();
+        let mut jobs = Vec::with_capacity(self.members.len());
+        for (m, (seat, member)) in self.members.iter_mut().zip(others.iter_mut()).enumerate() {
+            let parts = seat.parts(in_words(4 * rows * step.spec.hidden))?;
+            let expansion = expansions[m].as_ref();
+            let layout = expansion.map_or(step.layout, |e| &e.to);
+            let job = seat.job(member, &Ask { layout, expansion, ..ask }, parts, x_bytes, first, deadline)?;
+            (hand.inbox[m], sum.taken[m], sum.parts[m]) = (job.take.inbox, job.take.taken, job.back.words);
+            jobs.push(job);
         }
 
         lead.gpu.bind()?;
@@ -224,26 +236,15 @@ impl Drive {
             orders.push(order);
         }
         // SAFETY: as in a step of one GPU; inboxes, parts and tables are as large as the most tokens need, and
-        // freeing any of them waits for its GPU; members take what is handed to them before they are done, and the sum
-        // waits for that, so nothing is handed out too early.
+        // freeing any of them waits for its GPU; the sum waits until members have taken what was handed to them, so nothing
+        // is handed out too early, and it has read what they handed back before they are handed anything else.
         unsafe { lead.kernels.resolve_lead(&stream, &launches.resolve, &hand)? };
-        for (m, ((seat, member), order)) in
-            self.members.iter().zip(others.iter_mut()).zip(&orders).enumerate()
-        {
-            let enter = order.enter && !(captured && seat.path != Path::Same);
-            if enter {
+        let members = self.members.iter().zip(others.iter_mut());
+        for (((seat, member), job), order) in members.zip(&jobs).zip(&orders) {
+            if order.enter && !(captured && seat.path != Path::Same) {
                 seat.fork(&stream, member)?;
             }
-            seat.enqueue(
-                member,
-                &ask,
-                &step,
-                (hand.inbox[m], sum.done[m]),
-                x_bytes,
-                (first, experts),
-                deadline,
-                !order.enter,
-            )?;
+            seat.enqueue(member, job, !order.enter)?;
             if order.leave {
                 seat.done.record(member.compute.stream()).doing("recording an event")?;
             }
@@ -255,7 +256,8 @@ impl Drive {
             lead.kernels.gate_up(&stream, &launches.gate_up)?;
             lead.kernels.down(&stream, &launches.down)?;
         }
-        let mut early = true;
+        // Without experts of its own nothing is between `resolve` and the sum, which reads what that writes at once.
+        let mut early = launches.down.items.len > 0;
         for (seat, order) in self.members.iter().zip(&orders) {
             if order.leave {
                 stream.wait(&seat.done).doing("waiting for an event")?;
@@ -296,44 +298,55 @@ impl Seat {
         member.compute.stream().wait(&self.handed).doing("waiting for an event")
     }
 
-    /// Enqueues the member's part.
-    #[expect(clippy::too_many_arguments, reason = "one place, private")]
-    fn enqueue(
+    /// The member's part of a step: `lead` says what the first GPU is asked, but for what this one has its own of.
+    fn job<'a>(
         &self,
         member: &mut CudaBackend,
-        lead: &Ask<'_>,
-        step: &DeviceStep<'_>,
-        (inbox, parts): (u64, u64),
+        lead: &Ask<'a>,
+        parts: u64,
         x_bytes: u64,
-        (first, experts): (u32, usize),
+        first: u32,
         deadline: u64,
-        early: bool,
-    ) -> Result<()> {
+    ) -> Result<Job<'a>> {
         self.gpu.bind()?;
-        let x = self.x.as_ref().map_or(0, Slab::address);
-        let expansion = member.expansion(step.layer);
+        let (given, step) = (self.copy.address(), self.count.address());
+        let numbers = self.numbers.address() + 4 * u64::from(first);
+        let all = lead.numbers.map_or(0, |(_, experts)| experts);
         let ask = Ask {
-            layout: expansion.as_ref().map_or(step.layout, |e| &e.to),
-            expansion: expansion.as_ref(),
-            x: if x == 0 { inbox + inbox::X as u64 } else { x },
-            ids: inbox + inbox::IDS as u64,
-            weights: inbox + inbox::WEIGHTS as u64,
-            numbers: Some((self.numbers.address() + 4 * u64::from(first), experts)),
+            x: given + copy::X as u64,
+            ids: given + copy::IDS as u64,
+            weights: given + copy::WEIGHTS as u64,
+            numbers: Some((numbers, all)),
             ..*lead
         };
-        let mut launches = member.launches(&ask)?;
-        launches.down.partial = parts + COUNT as u64;
-        let count = self.count.address();
-        let take = Take { inbox, x, x_bytes, step: count, deadline };
+        let launches = member.launches(&ask)?;
+        let inbox = self.inbox.address()?;
+        let take = Take { inbox, copy: given, x_bytes, step, taken: parts, deadline };
+        let back = Back {
+            partial: launches.down.partial,
+            words: parts + COUNT as u64,
+            ids: ask.ids,
+            numbers,
+            step,
+            fault: launches.resolve.fault,
+            experts: all as u32,
+            hidden: ask.spec.hidden as u32,
+        };
+        Ok(Job { launches, take, back, assignments: ask.tokens * ask.top_k })
+    }
+
+    /// Enqueues it. `early`: its first kernel may start while the one before it on the stream ends.
+    fn enqueue(&self, member: &mut CudaBackend, job: &Job<'_>, early: bool) -> Result<()> {
+        self.gpu.bind()?;
         let stream = member.compute.stream().clone();
         member.options.faults.delay(&stream, member.runs)?;
+        let Job { launches, take, back, assignments } = job;
         // SAFETY: as in `Drive::step`.
         unsafe {
-            member.kernels.resolve_member(&stream, &launches.resolve, &take, early)?;
-            member.read_expanded(&launches)?;
+            member.kernels.resolve_member(&stream, &launches.resolve, take, early)?;
+            member.read_expanded(launches)?;
             member.kernels.gate_up(&stream, &launches.gate_up)?;
-            member.kernels.down(&stream, &launches.down)?;
-            member.kernels.member_done(&stream, parts, count)
+            member.kernels.down_and_back(&stream, &launches.down, back, *assignments)
         }
     }
 }
