@@ -92,7 +92,7 @@ struct Ram {
     arena: u64,
     /// What the run holds besides: on the CPU, its slots, dense weights and KV cache.
     held: u64,
-    /// What there is; absent where nobody knows.
+    /// What there is, or was asked for; absent where nobody knows.
     #[serde(skip_serializing_if = "Option::is_none")]
     available: Option<u64>,
     /// Of the arena, what does not fit beside the rest and what is left to others: it is read from the disk when it is
@@ -133,11 +133,8 @@ fn room(args: &PlanArgs, on_gpu: bool) -> Result<Room> {
     // Of several devices the first has what is not experts.
     let ordinal = match &args.model.device {
         DeviceChoice::Cpu | DeviceChoice::Pools(_) => {
-            let free = if args.model.vram.is_some() {
-                u64::MAX
-            } else {
-                args.model.ram.or_else(ram_available).unwrap_or(u64::MAX)
-            };
+            let asked = args.model.vram.or(args.model.ram);
+            let free = if asked.is_some() { u64::MAX } else { ram_available().unwrap_or(u64::MAX) };
             return Ok(room("this machine".to_owned(), free));
         }
         DeviceChoice::Cuda(ordinal) => *ordinal,
@@ -186,7 +183,7 @@ impl Report {
         memory: &std::result::Result<MemoryPlan, comoe_models::Error>,
     ) -> Result<Self> {
         let shared = memory.as_ref().ok();
-        let ram = Ram::new(plan, shared, args.model.ram.or_else(ram_available));
+        let ram = Ram::new(plan, shared, args.model.ram);
         let slots = shared.map(|m| m.slots).unwrap_or_default();
         let expected = shared.map(|m| Expected::new(args, case, plan, m)).transpose()?;
         Ok(Self {
@@ -198,7 +195,7 @@ impl Report {
             fits: memory.is_ok(),
             reason: memory.as_ref().err().map(ToString::to_string),
             memory: shared.map(Memory::planned),
-            budget: case.room.free.min(case.room.budget.unwrap_or(u64::MAX)),
+            budget: shared.map_or(case.room.free.min(case.room.budget.unwrap_or(u64::MAX)), |m| m.budget),
             needs: *plan.others(),
             margin: plan.margin(),
             kv: plan.kv().iter().map(Kv::from).collect(),
@@ -235,7 +232,11 @@ impl Report {
                 if self.batch > 1 { format!(", {} sequences", self.batch) } else { String::new() }
             ),
         );
-        let most = if args.model.vram.is_some() { "--vram" } else { "free" };
+        let most = match (args.model.vram, args.model.ram) {
+            (Some(_), _) => "--vram",
+            (None, Some(_)) if !gpu => "--ram for experts, and the rest",
+            (None, _) => "free",
+        };
         line(if gpu { "GPU memory" } else { "memory" }, format!("{} ({most})", human_bytes(self.budget)));
         line("  dense weights", human_bytes(self.needs.dense));
         for (i, kv) in self.kv.iter().enumerate() {
@@ -280,15 +281,27 @@ impl Report {
 }
 
 impl Ram {
-    fn new(plan: &ModelPlan, memory: Option<&MemoryPlan>, available: Option<u64>) -> Self {
-        let arena = plan.directory().total_bytes();
-        let held = match (plan.target().on_gpu, memory) {
+    fn new(plan: &ModelPlan, memory: Option<&MemoryPlan>, asked: Option<u64>) -> Self {
+        let (arena, on_gpu) = (plan.directory().total_bytes(), plan.target().on_gpu);
+        let held = match (on_gpu, memory) {
             (true, _) => 0,
             (false, Some(memory)) => memory.device.total(),
             (false, None) => plan.others().total(),
         };
-        let left = available.map(|all| all.saturating_sub(held).saturating_sub(LEAVE_FREE.max(all / 16)));
-        Self { arena, held, available, on_disk: left.map_or(0, |left| arena.saturating_sub(left)) }
+        let available = asked.or_else(ram_available);
+        let on_disk = match (asked, memory) {
+            // What was asked for is for experts alone.
+            (Some(_), Some(memory)) => {
+                let in_slots = if on_gpu { 0 } else { memory.device.slots };
+                arena.saturating_sub(memory.arena + in_slots)
+            }
+            (Some(asked), None) => arena.saturating_sub(asked),
+            (None, _) => {
+                let left = |all: u64| all.saturating_sub(held).saturating_sub(LEAVE_FREE.max(all / 16));
+                available.map_or(0, |all| arena.saturating_sub(left(all)))
+            }
+        };
+        Self { arena, held, available, on_disk }
     }
 
     fn line(&self, gpu: bool) -> String {

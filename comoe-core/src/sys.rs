@@ -6,6 +6,12 @@ use std::ops::Range;
 
 use memmap2::Mmap;
 
+#[cfg(feature = "cuda")]
+pub(crate) use self::fresh::{FreshMemory, HUGE_PAGE};
+
+#[cfg(any(feature = "cuda", test))]
+mod fresh;
+
 /// Writes `bytes` at `offset` of `file`, without moving any shared position: threads may write at the same time.
 #[cfg(unix)]
 pub(crate) fn write_all_at(file: &File, bytes: &[u8], offset: u64) -> io::Result<()> {

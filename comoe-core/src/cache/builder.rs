@@ -14,7 +14,7 @@ use crate::backend::cpu::CpuBackend;
 use crate::backend::cuda::CudaOptions;
 use crate::backend::{Backend, BackendInfo, DriverKind, MOST_DEVICE_TOKENS, PeerAccess};
 use crate::error::{Error, Result};
-use crate::plan::Room;
+use crate::plan::{Room, places};
 use crate::policy::PolicyKind;
 use crate::pool::{Pool, PoolShape};
 use crate::predict::{Correlation, EvidenceGate, GateOptions, Predictor, Prefetch, StaleGate};
@@ -179,6 +179,9 @@ impl<S> CacheBuilder<S> {
             PoolSetup { device: &device, source: &source, options: &options, room, cuda, rules, alone: true };
         let Made { engine, tier, mut info, mut notes, policy, drives } = pool.make(backend, of_experts)?;
         let driver = driver_in_force(options.driver, &device, of_experts, drives, &mut info, &mut notes)?;
+        if engine.waits_to_drive() {
+            info.notes.push("until all experts are page-locked, they are the host's, too".to_owned());
+        }
         tell(&notes, [&info]);
         let (takes_hints, fetches_ahead) = (engine.takes_hints(), engine.fetches_ahead());
         let core = Core {
@@ -234,12 +237,8 @@ impl PoolSetup<'_> {
             _ => directory.largest_record(),
         };
         let on_gpu = device.is_cuda();
-        let room = match options.ram {
-            Some(ram) if !on_gpu => Some(ram::room(options, &directory, ram)),
-            _ => room,
-        };
-        let mut layout = ram::layout(options, &directory, slot_bytes, room.as_ref(), on_gpu)?;
-        let tier = match ram::places(options, &directory, &layout, slot_bytes, on_gpu)? {
+        let mut layout = options.layout(&directory, slot_bytes, room.as_ref())?;
+        let tier = match places(options, &directory, layout.slots, slot_bytes, on_gpu)? {
             Some(places) => {
                 let (policy, top_k) = (options.policy, options.top_k);
                 Some(Arc::new(TieredSource::new(source.clone(), TierOptions { places, policy, top_k })?))
@@ -452,7 +451,11 @@ impl CacheBuilder<ExpertStore> {
                 }
                 self.core(source, true)?.0
             }
-            _ => self.fleet(source, &specs, make)?,
+            _ => {
+                // Who drives is settled once, for all of them.
+                self.cuda.page_lock_later = false;
+                self.fleet(source, &specs, make)?
+            }
         };
         core.notes.extend(advice);
         Ok(ExpertCache { core, specs, layouts, tokens: Turns::default() })

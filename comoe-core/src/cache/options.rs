@@ -124,7 +124,7 @@ impl CacheOptions {
                 };
                 Some(room(name, cuda_memory(device)?.0, true))
             }
-            _ => match (machine::ram_available(), self.budget) {
+            _ => match (machine::ram_available(), self.budget.or(self.ram)) {
                 // What the page cache holds counts as taken there, so it is no end.
                 (_, Some(_)) => Some(room("this machine".to_owned(), u64::MAX, false)),
                 (free, None) => free.map(|free| room("this machine".to_owned(), free, false)),
@@ -136,6 +136,7 @@ impl CacheOptions {
 /// What a cache will use: computed from the options and a directory alone.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Layout {
+    pub(super) slots: SlotPlan,
     pub(super) shape: PoolShape,
     pub(super) prefetch: Prefetch,
     /// How prompts are served.
@@ -152,7 +153,8 @@ impl CacheOptions {
         slot_bytes: usize,
         room: Option<&Room>,
     ) -> Result<Layout> {
-        let SlotPlan { slots, staging, ring } = SlotPlan::new(self, directory, slot_bytes, room)?;
+        let plan = SlotPlan::new(self, directory, slot_bytes, room)?;
+        let SlotPlan { slots, staging, ring } = plan;
         let experts: Vec<usize> = directory.layers().iter().map(|e| e.experts).collect();
         let mut notes = Vec::new();
         let resident = slots == directory.len();
@@ -180,7 +182,7 @@ impl CacheOptions {
             true => top_k,
             false => experts.iter().map(|&n| n.min(top_k)).sum(),
         };
-        Ok(Layout { shape, prefetch, stream, least, notes })
+        Ok(Layout { slots: plan, shape, prefetch, stream, least, notes })
     }
 
     pub(crate) fn prefetch_width(&self) -> usize {
