@@ -16,7 +16,7 @@ use crate::backend::{Backend, BackendInfo, DriverKind, MOST_DEVICE_TOKENS, PeerA
 use crate::error::{Error, Result};
 use crate::plan::{Room, places};
 use crate::policy::PolicyKind;
-use crate::pool::{Pool, PoolShape};
+use crate::pool::{PINNED_PART, Pool, PoolShape, most_pinned};
 use crate::predict::{Correlation, EvidenceGate, GateOptions, Predictor, Prefetch, StaleGate};
 use crate::schedule::{Engine, PrefetchEngine, PrefetchTrigger, Rules};
 use crate::stats::human_bytes;
@@ -356,8 +356,7 @@ fn pins(
         let note = "every expert has a slot, so none is pinned".to_owned();
         return Ok((Vec::new(), (asked > 0).then_some(note)));
     }
-    // A token's own experts must find room beside them, or a step goes in waves.
-    let most = |slots: &usize| (slots / 2).min(slots.saturating_sub(options.top_k.max(1)));
+    let most = |&slots: &usize| most_pinned(slots, options.top_k, PINNED_PART);
     let mut left: Vec<usize> = shape.partitions.iter().map(most).collect();
     let (mut pins, mut known) = (Vec::new(), vec![false; directory.len()]);
     for &id in &options.pinned {
@@ -370,7 +369,7 @@ fn pins(
     }
     let note = (pins.len() < asked).then(|| {
         format!(
-            "{} of {asked} experts are pinned: up to half of the slots that a layer competes for",
+            "{} of {asked} experts are pinned: up to an eighth of the slots that a layer competes for",
             pins.len()
         )
     });

@@ -89,7 +89,7 @@ pub struct CacheOptions {
     /// on the CPU too. Default: what is free.
     pub budget: Option<u64>,
     /// Experts that stay in slots for good, most wanted first: they are brought when the cache is built, and are never
-    /// victims. As many as fit half of the slots that a layer competes for; a token's worth stays free for the others.
+    /// victims. As many as fit an eighth of the slots that a layer competes for; a token's worth stays free for the others.
     pub pinned: Vec<ExpertId>,
     /// Most host memory for records, in bytes; on the CPU slots are part of it, on a GPU page-locked memory is. Those that
     /// it does not hold stay where the source has them, and are brought as they are needed by threads of their own, with
