@@ -203,6 +203,25 @@ fn new_memory(bytes: usize) -> Result<Memory> {
     Ok(Memory { start: at.next_multiple_of(HUGE_PAGE) - at, map, bytes })
 }
 
+/// A file whose pages stay in the page cache when a copy of all of it has been made.
+#[cfg(feature = "cuda")]
+struct Kept(PackedFile);
+
+#[cfg(feature = "cuda")]
+impl RecordSource for Kept {
+    fn directory(&self) -> &comoe_core::store::Directory {
+        self.0.directory()
+    }
+
+    fn read(&self, record: RecordIndex, out: &mut [u8]) -> comoe_core::Result<()> {
+        self.0.read(record, out)
+    }
+
+    fn fetch(&self, record: RecordIndex, out: &mut [u8]) -> comoe_core::Result<()> {
+        self.0.fetch(record, out)
+    }
+}
+
 /// An arena as the CUDA backend fills it, from the page cache.
 #[derive(Debug, Clone, Copy)]
 pub struct Arena {
@@ -226,18 +245,18 @@ pub fn measure_arena(path: &Path, device: &candle_core::Device, rounds: usize) -
     use comoe_core::backend::Backend;
     use comoe_core::backend::cuda::CudaBackend;
 
+    let store = Arc::new(Kept(PackedFile::open(path)?));
+    let records: Vec<RecordIndex> = (0..store.directory().len() as u32).map(RecordIndex).collect();
+    let buffer = || vec![0; store.directory().largest_record()];
+    records.par_iter().try_for_each_init(buffer, |buffer, &r| {
+        store.fetch(r, &mut buffer[..store.directory().record_bytes(r)])
+    })?;
     let mut all = Vec::new();
     for later in (0..rounds).flat_map(|_| [false, true]) {
-        let store = Arc::new(PackedFile::open(path)?);
-        // An arena lets the file go when it has all of it.
-        let mut buffer = vec![0; store.directory().largest_record()];
-        for r in (0..store.directory().len() as u32).map(RecordIndex) {
-            store.fetch(r, &mut buffer[..store.directory().record_bytes(r)])?;
-        }
         let mut options = CudaOptions::default();
         options.page_lock_later = later;
         let (before, start) = (own_memory(), Instant::now());
-        let backend = CudaBackend::new(device.as_cuda_device()?, store, options)?;
+        let backend = CudaBackend::new(device.as_cuda_device()?, store.clone(), options)?;
         let locking = loop {
             match backend.page_locking() {
                 Some(locking) if locking.took.is_some() => break locking,
