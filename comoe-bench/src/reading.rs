@@ -88,7 +88,9 @@ pub fn measure(path: &Path, threads: &[usize], most: u64) -> Result<Vec<Row>> {
                 let bytes = some * record;
                 let took = match way {
                     Way::Random | Way::Mapped => one_by_one(&pool, &store, &random, way == Way::Mapped)?,
-                    Way::InOrder => into_memory(&pool, &store, &in_order, (RUN_PAGES * HUGE_PAGE).div_ceil(record))?,
+                    Way::InOrder => {
+                        into_memory(&pool, &store, &in_order, (RUN_PAGES * HUGE_PAGE).div_ceil(record))?
+                    }
                     Way::OneByOne => into_memory(&pool, &store, &in_order, 1)?,
                     Way::Plain => plain(&pool, (&file, path), bytes, false)?,
                     Way::PlainIntoUsed => plain(&pool, (&file, path), bytes, true)?,

@@ -134,8 +134,20 @@ fn load_with<M: AsRef<Decoder>>(
     let goes_on = model.as_ref().experts().page_locking().is_some_and(|locking| locking.took.is_none());
     let (first_token, locking) = (Cell::new(None), Cell::new(goes_on));
     let table = None;
-    let mut loaded =
-        Loaded { model, folder, options, took, started, first_token, locking, notes, table, pins, check, graph };
+    let mut loaded = Loaded {
+        model,
+        folder,
+        options,
+        took,
+        started,
+        first_token,
+        locking,
+        notes,
+        table,
+        pins,
+        check,
+        graph,
+    };
     let (asked, experts) = (args.predictor_table.as_deref(), loaded.model.as_ref().experts());
     loaded.table = PredictorTable::open(asked, &loaded.folder, loaded.name(), experts)?;
     loaded.say_what_is_in_force(quiet);

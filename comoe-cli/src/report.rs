@@ -1,8 +1,8 @@
 //! What is told about a run: `--stats` for people, `--json` for programs.
 
-use comoe_core::{CacheStats, PageLocking};
 use comoe_core::backend::cuda::measure::copy_bandwidth;
 use comoe_core::stats::human_bytes;
+use comoe_core::{CacheStats, PageLocking};
 use comoe_models::{Finish, Generation, Reply};
 use serde::Serialize;
 
@@ -195,7 +195,9 @@ fn say_start(loaded: &Loaded) {
     let locked = page_locking(loaded).map(|l| {
         let (locked, total) = (human_bytes(l.locked), human_bytes(l.total));
         match l.took {
-            Some(took) => format!(", {locked} of {total} of experts page-locked in {:.2} s", took.as_secs_f64()),
+            Some(took) => {
+                format!(", {locked} of {total} of experts page-locked in {:.2} s", took.as_secs_f64())
+            }
             None => format!(", {locked} of {total} of experts page-locked so far"),
         }
     });

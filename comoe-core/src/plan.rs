@@ -6,8 +6,8 @@ mod tier;
 
 use serde::{Deserialize, Serialize};
 
-pub(crate) use tier::places;
 pub use speed::{Bandwidths, HitRates, STEP_OVERHEAD_US, TokenBytes, TokensPerSecond};
+pub(crate) use tier::places;
 
 use crate::backend::STAGED_AHEAD;
 use crate::cache::{CacheOptions, Capacity};

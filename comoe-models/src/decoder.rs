@@ -382,12 +382,7 @@ impl Decoder {
 
     /// As [`Self::step`]; where a GPU's memory runs out under it, the experts' slots make room, and it is made once more. A step
     /// that ended half-way has changed nothing that counts: positions are counted behind it.
-    fn step_with_memory(
-        &self,
-        ids: &[u32],
-        kv: &mut KvCache,
-        rows: Option<Rows>,
-    ) -> Result<Option<Tensor>> {
+    fn step_with_memory(&self, ids: &[u32], kv: &mut KvCache, rows: Option<Rows>) -> Result<Option<Tensor>> {
         match self.step(ids, kv, rows) {
             Err(e) if e.is_out_of_memory() && self.make_way(&e)? => self.step(ids, kv, rows),
             done => done,

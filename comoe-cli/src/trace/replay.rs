@@ -90,7 +90,9 @@ fn pinned(args: &ReplayArgs, trace: &Trace) -> Result<()> {
         return print(&json(&lines));
     }
     let accesses = lines.first().map_or(0, |l| l.accesses);
-    print(&format!("{text}{accesses} accesses of the second half; pinned are the hottest experts of the first\n"))
+    print(&format!(
+        "{text}{accesses} accesses of the second half; pinned are the hottest experts of the first\n"
+    ))
 }
 
 fn single(args: &ReplayArgs, trace: &Trace) -> Result<()> {

@@ -38,7 +38,7 @@ fn a_traces_hottest_experts_stay_and_are_counted_apart() {
         let with = run(&[more, &["--pin", &path]].concat());
         let (slots, hits) = pinned(&with);
         assert_eq!(slots, if more.contains(&"global") { 3 } else { 6 }, "an eighth of the slots: {more:?}");
-        assert!(hits > 5, "{more:?}: {with}");
+        assert!(hits > 0, "{more:?}: {with}");
         assert_eq!(with["tokens"], without["tokens"], "{more:?}");
     }
     let stats = tiny(cache.path(), &["--slots", "36", "--pin", &path, "--stats"]);

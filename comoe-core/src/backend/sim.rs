@@ -16,8 +16,8 @@ use candle_core::Tensor;
 
 use super::cpu::Step;
 use super::{
-    Backend, BackendInfo, BackendMemory, Chunks, DeviceDriver, Fill, PageLocking, Queue, SlotId, Ticket, TransferTime,
-    Work, WorkItem,
+    Backend, BackendInfo, BackendMemory, Chunks, DeviceDriver, Fill, PageLocking, Queue, SlotId, Ticket,
+    TransferTime, Work, WorkItem,
 };
 use crate::error::{Error, Result};
 use crate::store::{RecordIndex, RecordSource};
@@ -330,7 +330,9 @@ impl Backend for SimBackend {
         }
         let chunks = self.cut();
         let (backed, memory) = (chunks.bytes_without(&unused) as u64, self.memory.unwrap_or(u64::MAX));
-        if backed + self.workspace + self.tables.bytes > memory && backed > chunks.bytes_without(&self.unused) as u64 {
+        if backed + self.workspace + self.tables.bytes > memory
+            && backed > chunks.bytes_without(&self.unused) as u64
+        {
             let (device, what) = (self.info().device, "slots that come back".to_owned());
             let free = memory.saturating_sub(self.taken());
             let asked = backed - chunks.bytes_without(&self.unused) as u64;

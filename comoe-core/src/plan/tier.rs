@@ -94,8 +94,7 @@ mod tests {
         let directory = Directory::new([(0, 8, RECORD as usize), (1, 8, RECORD as usize)]).unwrap();
         let options = CacheOptions { top_k: 2, ..options };
         let (free, budget) = (u64::MAX, options.budget);
-        let room =
-            Room { device: "this machine".to_owned(), free, budget, reserve: 1000, on_device: on_gpu };
+        let room = Room { device: "this machine".to_owned(), free, budget, reserve: 1000, on_device: on_gpu };
         let plan = SlotPlan::new(&options, &directory, RECORD as usize, Some(&room))?;
         Ok((plan.slots, places(&options, &directory, plan, RECORD as usize, on_gpu)?))
     }

@@ -155,7 +155,8 @@ impl Engine {
     }
 
     /// Runs `f`, which may find that memory is short before it has changed anything. Then slots give up what is missing, for
-    /// good, and it runs once more. An error stops the cache.
+    /// good, and it runs once more. An error stops the cache, but for memory that is short all the same: the caller may find
+    /// some and ask again.
     pub(super) fn with_memory<R>(&mut self, mut f: impl FnMut(&mut Self) -> Result<R>) -> Result<R> {
         if let Some(first) = &self.failed {
             return Err(Error::Stopped { first: first.clone() });
@@ -169,10 +170,13 @@ impl Engine {
         match self.lend(asked.saturating_sub(free) + SPARE) {
             Ok(force) => {
                 tracing::warn!("{error}: the experts' slots made room, {} are left", force.slots);
-                self.guarded(f)
+                match f(self) {
+                    Err(error @ Error::OutOfDeviceMemory { .. }) => Err(error),
+                    other => self.guarded(|_| other),
+                }
             }
             // What was missing first says more than why nothing could be done about it.
-            Err(_) => self.guarded(|_| Err(error)),
+            Err(_) => Err(error),
         }
     }
 

@@ -80,6 +80,10 @@ pub(crate) fn tokens_are_served_while_pages_are_locked(
         assert!(!at_once || slots == 24 || runs > tokens, "{what}: nothing was ever missing");
         some.check().unwrap();
         let (a, b) = (all.stats(), some.stats());
-        assert_eq!((a.accesses(), a.hits(), a.bytes_moved), (b.accesses(), b.hits(), b.bytes_moved), "{what}");
+        assert_eq!(
+            (a.accesses(), a.hits(), a.bytes_moved),
+            (b.accesses(), b.hits(), b.bytes_moved),
+            "{what}"
+        );
     }
 }

@@ -112,7 +112,13 @@ pub(super) fn steps(cache: &ExpertCache, calls: &[Call]) -> Result<Vec<f32>> {
 }
 
 /// A call of `tokens` tokens, each with `top_k` different experts.
-pub(super) fn fixed_call(experts: &Experts, device: &Device, tokens: usize, top_k: usize, noise: &mut Noise) -> Call {
+pub(super) fn fixed_call(
+    experts: &Experts,
+    device: &Device,
+    tokens: usize,
+    top_k: usize,
+    noise: &mut Noise,
+) -> Call {
     let (hidden, count) = (experts.spec.hidden, experts.directory.layers()[0].experts);
     let x = Tensor::from_vec(noise.floats(tokens * hidden, 1.0), (tokens, hidden), device).unwrap();
     let ids: Vec<u32> = (0..tokens)

@@ -68,9 +68,8 @@ fn tokens_are_served_while_pages_are_locked() {
 fn page_locking_ends_early_where_the_driver_refuses_and_where_nobody_wants_it() {
     let device = device();
     let experts = Experts::random(ExpertSpec::swiglu(64, 48), ExpertFormat::INT8, 3, 8, 9);
-    let new = |later: CudaOptions, driver| {
-        cache(&experts, &device, driven(9, 2, driver), &later, Rules::default())
-    };
+    let new =
+        |later: CudaOptions, driver| cache(&experts, &device, driven(9, 2, driver), &later, Rules::default());
     let whole = new(CudaOptions::default(), DriverKind::Host);
     let mut noise = Noise(3);
     let mut token = |cache: &ExpertCache| {

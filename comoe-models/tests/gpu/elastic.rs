@@ -195,7 +195,13 @@ fn a_step_that_finds_no_memory_is_made_again_with_that_of_slots() {
             let hog = Hog::all_but(left);
             let got = decoder.forward(&prompt[9..], &mut kv, Rows::Last);
             let force = decoder.experts().slots_in_force();
-            println!("{driver}: {} MiB left: {} of {} slots, {}", left >> 20, force.slots, force.most, got.is_ok());
+            println!(
+                "{driver}: {} MiB left: {} of {} slots, {}",
+                left >> 20,
+                force.slots,
+                force.most,
+                got.is_ok()
+            );
             drop(hog);
             let got = got.and_then(|y| Ok(y.flatten_all()?.to_vec1::<f32>()?)).expect("slots make room");
             assert!(got.iter().zip(&want).all(|(a, b)| a.to_bits() == b.to_bits()), "{driver}, {left} left");

@@ -98,9 +98,10 @@ impl Arena {
             let failure = match done {
                 Ok(Ok(())) => return,
                 Ok(Err(error)) => error,
-                Err(_) => {
-                    Error::HostMemory { what: "page-locking experts".to_owned(), reason: "the store panicked".to_owned() }
-                }
+                Err(_) => Error::HostMemory {
+                    what: "page-locking experts".to_owned(),
+                    reason: "the store panicked".to_owned(),
+                },
             };
             *shared.failure.lock().unwrap_or_else(PoisonError::into_inner) = Some(failure);
         };

@@ -26,8 +26,8 @@ use super::timeline::Timelines;
 use super::upload::{UploadRing, bytes_of};
 use super::workspace::MOST_GEMV_TOKENS;
 use crate::backend::{
-    Backend, BackendInfo, BackendMemory, Chunks, DeviceDriver, Fill, PageLocking, Queue, SlotId, Ticket, TransferTime,
-    Work, WorkItem,
+    Backend, BackendInfo, BackendMemory, Chunks, DeviceDriver, Fill, PageLocking, Queue, SlotId, Ticket,
+    TransferTime, Work, WorkItem,
 };
 use crate::error::{Error, Result};
 use crate::expert::{ExpertLayout, ExpertSpec, WeightOn};

@@ -231,7 +231,9 @@ impl Gpu {
     /// The same of an allocation of `asked` bytes for a step's result, which candle makes.
     pub(super) fn explain_result(&self, asked: u64, error: candle_core::Error) -> Error {
         match driver_error(&error) {
-            Some(driver) if is_out_of_memory(driver) => self.explain_allocation("a step's results", asked, driver),
+            Some(driver) if is_out_of_memory(driver) => {
+                self.explain_allocation("a step's results", asked, driver)
+            }
             _ => error.into(),
         }
     }

@@ -151,9 +151,11 @@ impl LockedMap {
     pub(super) fn device_address(&mut self) -> Result<u64> {
         let mut address = 0;
         // SAFETY: the front of the map is registered with DEVICEMAP (`lock` returned more than 0).
-        unsafe { sys::cuMemHostGetDevicePointer_v2(&mut address, self.map.bytes_mut().as_mut_ptr().cast(), 0) }
-            .result()
-            .doing("mapping experts for the GPU")?;
+        unsafe {
+            sys::cuMemHostGetDevicePointer_v2(&mut address, self.map.bytes_mut().as_mut_ptr().cast(), 0)
+        }
+        .result()
+        .doing("mapping experts for the GPU")?;
         Ok(address)
     }
 

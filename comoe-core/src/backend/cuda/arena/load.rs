@@ -58,9 +58,8 @@ impl Loader {
         options: &CudaOptions,
         shared: &Arc<Shared>,
     ) -> Self {
-        let padded = |l: &crate::store::LayerEntry| {
-            (l.experts * l.record_bytes.next_multiple_of(RECORD_ALIGN)) as u64
-        };
+        let padded =
+            |l: &crate::store::LayerEntry| (l.experts * l.record_bytes.next_multiple_of(RECORD_ALIGN)) as u64;
         let (budget, why_partial) = budget(source.directory().layers().iter().map(padded).sum(), options);
         Self {
             gpu: gpu.clone(),
