@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use candle_core::{DType, Device};
 use comoe_core::machine::ram_available;
 use comoe_core::stats::human_bytes;
-use comoe_core::{CacheOptions, Capacity, CudaOptions, PeerAccess};
+use comoe_core::{CacheOptions, Capacity, CudaOptions, PeerAccess, Prefetch};
 use comoe_models::{Decoder, DenseFormat, KvFormat, LoadOptions, Model, Progress};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
@@ -95,7 +95,7 @@ fn load_with<M: AsRef<Decoder>>(
     {
         options.cache.capacity = Capacity::Bytes(bytes / (1 + opened.more.len()) as u64);
     }
-    options.cuda.page_lock_later = opened.more.is_empty();
+    options.cuda.page_lock_later = opened.more.is_empty() && options.cache.prefetch == Prefetch::Off;
     if !options.cuda.page_lock_later {
         options.cuda.progress = Some(Arc::new(move |done, total| locking.page_locking(done, total)));
     }

@@ -443,6 +443,9 @@ impl CacheBuilder<ExpertStore> {
         let (specs, layouts): (Vec<_>, Vec<_>) = experts.iter().copied().unzip();
         self.cuda = self.cuda.with_experts(experts);
         let advice = ram::advice(&self.options, &self.store);
+        // Who drives several devices is settled once, and so is who prefetches.
+        let settled = self.devices.as_slice().len() > 1 || self.options.prefetch != Prefetch::Off;
+        self.cuda.page_lock_later &= !settled;
         let mut core = match self.devices.as_slice().len() {
             0 | 1 => {
                 if let Some(make) = make {
@@ -450,11 +453,7 @@ impl CacheBuilder<ExpertStore> {
                 }
                 self.core(source, true)?.0
             }
-            _ => {
-                // Who drives is settled once, for all of them.
-                self.cuda.page_lock_later = false;
-                self.fleet(source, &specs, make)?
-            }
+            _ => self.fleet(source, &specs, make)?,
         };
         core.notes.extend(advice);
         Ok(ExpertCache { core, specs, layouts, tokens: Turns::default() })

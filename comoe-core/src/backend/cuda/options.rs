@@ -51,7 +51,7 @@ pub struct CudaOptions {
     /// passes through a small locked buffer, which is slower; 0 locks no expert.
     pub page_lock_limit: Option<u64>,
     /// Reads and page-locks the experts on threads of its own while the cache answers already: what is not there yet passes
-    /// through the buffer, and steps are the host's until all of it is there. Several devices do not look at it. Default:
+    /// through the buffer, and steps are the host's until all of it is there. Not with several devices, nor where anything is prefetched. Default:
     /// no, a cache that is built has all that it will have.
     pub page_lock_later: bool,
     /// What slots hold. Only for experts: a cache of other records holds them as they are.

@@ -6,8 +6,8 @@ use candle_core::{DType, Tensor};
 
 use super::{Locking, SimBackend, SlotAccess};
 use crate::backend::{
-    Backend, DeviceCounters, DeviceDriver, DeviceLimits, DeviceStep, Fill, Queue, RoutingFault, STAGED_AHEAD, SlotId,
-    StepFault, Ticket, Work, WorkItem,
+    Backend, DeviceCounters, DeviceDriver, DeviceLimits, DeviceStep, Fill, Queue, RoutingFault, STAGED_AHEAD,
+    SlotId, StepFault, Ticket, Work, WorkItem,
 };
 use crate::error::{Error, Result};
 use crate::policy::{EvictionPolicy, Lfru, Lru};
