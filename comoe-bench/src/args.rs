@@ -243,6 +243,9 @@ pub(crate) struct ReadingArgs {
     /// Most bytes that are read for each row, such as 1G.
     #[arg(long, value_name = "SIZE", value_parser = parse_size, default_value = "1G")]
     pub(crate) most: u64,
+    /// Also fill page-locked arenas of all the experts, so often each way. Needs a GPU.
+    #[arg(long, value_name = "ROUNDS", default_value_t = 0)]
+    pub(crate) arenas: usize,
 }
 
 #[derive(Debug, ClapArgs)]

@@ -378,7 +378,36 @@ fn reading(args: &ReadingArgs) -> Result<()> {
         table.row([row.how.to_owned(), row.threads.to_string(), cold, cold_ms, cached, cached_ms]);
     }
     println!("{table}");
+    arenas(args)
+}
+
+#[cfg(feature = "cuda")]
+fn arenas(args: &ReadingArgs) -> Result<()> {
+    if args.arenas == 0 {
+        return Ok(());
+    }
+    let device = comoe_core::cuda_device(0)?;
+    heading("All of them to page-locked memory, from the page cache", &device);
+    let mut table = Table::new(&["how", "GB/s", "memory a byte of records"]);
+    for arena in comoe_bench::reading::measure_arena(&args.store, &device, args.arenas)? {
+        let how = if arena.later { "beside the steps" } else { "at once" };
+        let memory = arena.memory_per_record.map_or("?".to_owned(), |m| format!("{m:.3}"));
+        table.row([how.to_owned(), format!("{:.2}", arena.gb_per_s), memory]);
+    }
+    println!("{table}");
     Ok(())
+}
+
+#[cfg(not(feature = "cuda"))]
+fn arenas(args: &ReadingArgs) -> Result<()> {
+    match args.arenas {
+        0 => Ok(()),
+        n => Err(Error::BadOption {
+            option: "--arenas",
+            value: n.to_string(),
+            expected: "a build with feature cuda".to_owned(),
+        }),
+    }
 }
 
 fn memory(args: &MemoryArgs) -> Result<()> {

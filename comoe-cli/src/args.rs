@@ -258,7 +258,7 @@ pub(crate) struct ModelArgs {
         long, value_name = "SIZE", value_delimiter = ',', value_parser = parse_size, help_heading = "Experts and memory"
     )]
     pub(crate) vram: Vec<u64>,
-    /// Experts that stay in the pool, hottest first, up to half of it: those of a recorded trace, or auto, which learns them
+    /// Experts that stay in the pool, hottest first, up to an eighth of it: those of a recorded trace, or auto, which learns them
     /// from run to run
     #[arg(long, value_name = "FILE|auto", help_heading = "Experts and memory")]
     pub(crate) pin: Option<PathBuf>,

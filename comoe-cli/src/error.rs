@@ -74,9 +74,9 @@ pub(crate) enum Error {
     DecodeTooMany { decode: usize, tokens: usize },
 
     #[error(
-        "--batch cannot play {policy}: give --policy lru, lfu, lfru, aged or blend, which need no foresight"
+        "{option} cannot play {policy}: give --policy lru, lfu, lfru, aged or blend, which need no foresight"
     )]
-    BatchPolicy { policy: String },
+    FarSighted { option: &'static str, policy: String },
 
     #[error("{}: drawing failed: {reason}", path.display())]
     Plot { path: PathBuf, reason: String },
@@ -128,7 +128,7 @@ impl Error {
     pub(crate) fn exit_code(&self) -> ExitCode {
         match self {
             Self::Usage(_)
-            | Self::BatchPolicy { .. }
+            | Self::FarSighted { .. }
             | Self::DecodeTooMany { .. }
             | Self::PackName { .. }
             | Self::EvaluateAlone { .. }

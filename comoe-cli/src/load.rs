@@ -1,5 +1,6 @@
 //! From arguments to a model that is ready, and what is in force said aloud.
 
+use std::cell::Cell;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -9,7 +10,7 @@ use std::time::{Duration, Instant};
 use candle_core::{DType, Device};
 use comoe_core::machine::ram_available;
 use comoe_core::stats::human_bytes;
-use comoe_core::{CacheOptions, Capacity, CudaOptions, PeerAccess};
+use comoe_core::{CacheOptions, Capacity, CudaOptions, PeerAccess, Prefetch};
 use comoe_models::{Decoder, DenseFormat, KvFormat, LoadOptions, Model, Progress};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
@@ -32,6 +33,11 @@ pub(crate) struct Loaded<M = Model> {
     pub(crate) folder: PathBuf,
     pub(crate) options: LoadOptions,
     pub(crate) took: Duration,
+    started: Instant,
+    /// From the start of loading to the first token of the first answer.
+    first_token: Cell<Option<Duration>>,
+    /// Nothing was said yet of experts that are not page-locked, since that was not known.
+    locking: Cell<bool>,
     /// Where the device is not what would have been best, and why.
     notes: Vec<String>,
     /// Where what prefetching learns is kept.
@@ -84,7 +90,10 @@ fn load_with<M: AsRef<Decoder>>(
     let locking = bar.clone();
     let mut options = options(args, on_gpu, 1 + opened.more.len());
     options.more_devices = opened.more.clone();
-    options.cuda.progress = Some(Arc::new(move |done, total| locking.page_locking(done, total)));
+    options.cuda.page_lock_later = opened.more.is_empty() && options.cache.prefetch == Prefetch::Off;
+    if !options.cuda.page_lock_later {
+        options.cuda.progress = Some(Arc::new(move |done, total| locking.page_locking(done, total)));
+    }
     options.cache_dir = cache.path.clone();
     let pins = Pins::find(args.pin.as_deref(), &folder)?;
     options.cache.pinned = pins.as_ref().map(Pins::experts).unwrap_or_default();
@@ -117,7 +126,23 @@ fn load_with<M: AsRef<Decoder>>(
         );
     }
     let (model, check, graph) = (model?, args.check.unwrap_or(0), !args.no_graph);
-    let mut loaded = Loaded { model, folder, options, took, notes, table: None, pins, check, graph };
+    let goes_on = model.as_ref().experts().page_locking().is_some_and(|locking| locking.took.is_none());
+    let (first_token, locking) = (Cell::new(None), Cell::new(goes_on));
+    let table = None;
+    let mut loaded = Loaded {
+        model,
+        folder,
+        options,
+        took,
+        started,
+        first_token,
+        locking,
+        notes,
+        table,
+        pins,
+        check,
+        graph,
+    };
     let (asked, experts) = (args.predictor_table.as_deref(), loaded.model.as_ref().experts());
     loaded.table = PredictorTable::open(asked, &loaded.folder, loaded.name(), experts)?;
     loaded.say_what_is_in_force(quiet);
@@ -173,6 +198,30 @@ impl<M: AsRef<Decoder>> Loaded<M> {
     /// The model's name: that on the hub, or that of its folder.
     pub(crate) fn name(&self) -> String {
         name_of_model(&self.folder)
+    }
+
+    /// An answer is done, whose tokens behind the first took `decode`.
+    pub(crate) fn answered(&self, decode: Duration) {
+        if self.first_token.get().is_none() {
+            self.first_token.set(Some(self.started.elapsed().saturating_sub(decode)));
+        }
+    }
+
+    /// From the start of loading to the first token of the first answer.
+    pub(crate) fn first_token(&self) -> Option<Duration> {
+        self.first_token.get()
+    }
+
+    /// Once, when page-locking has ended before all was locked: what is in force.
+    pub(crate) fn partly_locked(&self) -> Option<String> {
+        let locking = self.model.as_ref().experts().page_locking().filter(|_| self.locking.get())?;
+        self.locking.set(locking.took.is_none());
+        let why = locking.why_partial?;
+        Some(format!(
+            "{} of {} of the experts are in page-locked memory: {why}; the others pass through a buffer, which is slower",
+            human_bytes(locking.locked),
+            human_bytes(locking.total)
+        ))
     }
 
     /// Keeps what the run learned for the next one: what prefetching and pinning go by.

@@ -8,7 +8,7 @@ use std::path::Path;
 
 use comoe_core::Capacity;
 use comoe_core::machine::ram_available;
-use comoe_core::plan::{DeviceBytes, Room, SharedPlan};
+use comoe_core::plan::{DeviceBytes, DevicePlan, Room, SharedPlan};
 use comoe_core::stats::human_bytes;
 use comoe_models::{KvPart, LoadOptions, ModelPlan, Target};
 use serde::Serialize;
@@ -104,7 +104,7 @@ struct Ram {
     arena: u64,
     /// What the run holds besides: on the CPU, its slots, dense weights and KV cache.
     held: u64,
-    /// What there is; absent where nobody knows.
+    /// What there is, or was asked for; absent where nobody knows.
     #[serde(skip_serializing_if = "Option::is_none")]
     available: Option<u64>,
     /// Of the arena, what does not fit beside the rest and what is left to others: it is read from the disk when it is
@@ -180,7 +180,7 @@ impl Report {
         memory: &std::result::Result<SharedPlan, comoe_models::Error>,
     ) -> Result<Self> {
         let shared = memory.as_ref().ok();
-        let ram = Ram::new(plan, shared, args.model.ram.or_else(ram_available));
+        let ram = Ram::new(plan, shared, args.model.ram);
         let devices = OnDevice::all(case, plan, shared);
         let sum = |of: fn(&OnDevice) -> usize| devices.iter().map(of).sum();
         let expected = shared.map(|m| Expected::new(args, case, plan, m)).transpose()?;
@@ -232,7 +232,11 @@ impl Report {
                 if self.batch > 1 { format!(", {} sequences", self.batch) } else { String::new() }
             ),
         );
-        let most = if args.model.vram.is_empty() { "free" } else { "--vram" };
+        let most = match (args.model.vram.is_empty(), args.model.ram) {
+            (false, _) => "--vram",
+            (true, Some(_)) if !gpu => "--ram for experts, and the rest",
+            (true, _) => "free",
+        };
         let kv =
             self.kv.iter().map(|kv| format!("{} ({} layers: {})", human_bytes(kv.bytes), kv.layers, kv.what));
         let kv: Vec<_> = kv.collect();
@@ -263,15 +267,27 @@ impl Report {
 }
 
 impl Ram {
-    fn new(plan: &ModelPlan, memory: Option<&SharedPlan>, available: Option<u64>) -> Self {
-        let arena = plan.directory().total_bytes();
-        let held = match (plan.target().on_gpu, memory) {
+    fn new(plan: &ModelPlan, memory: Option<&SharedPlan>, asked: Option<u64>) -> Self {
+        let (arena, on_gpu) = (plan.directory().total_bytes(), plan.target().on_gpu);
+        let held = match (on_gpu, memory) {
             (true, _) => 0,
             (false, Some(memory)) => memory.devices.iter().map(|d| d.memory.device.total()).sum(),
             (false, None) => plan.others().total(),
         };
-        let left = available.map(|all| all.saturating_sub(held).saturating_sub(LEAVE_FREE.max(all / 16)));
-        Self { arena, held, available, on_disk: left.map_or(0, |left| arena.saturating_sub(left)) }
+        let available = asked.or_else(ram_available);
+        let on_disk = match (asked, memory) {
+            // What was asked for is for experts alone.
+            (Some(_), Some(memory)) => {
+                let beside = |d: &DevicePlan| d.memory.arena + if on_gpu { 0 } else { d.memory.device.slots };
+                arena.saturating_sub(memory.devices.iter().map(beside).sum())
+            }
+            (Some(asked), None) => arena.saturating_sub(asked),
+            (None, _) => {
+                let left = |all: u64| all.saturating_sub(held).saturating_sub(LEAVE_FREE.max(all / 16));
+                available.map_or(0, |all| arena.saturating_sub(left(all)))
+            }
+        };
+        Self { arena, held, available, on_disk }
     }
 
     fn line(&self, gpu: bool) -> String {

@@ -1,8 +1,8 @@
 //! What is told about a run: `--stats` for people, `--json` for programs.
 
-use comoe_core::CacheStats;
 use comoe_core::backend::cuda::measure::copy_bandwidth;
 use comoe_core::stats::human_bytes;
+use comoe_core::{CacheStats, PageLocking};
 use comoe_models::{Finish, Generation, Reply};
 use serde::Serialize;
 
@@ -39,6 +39,12 @@ pub(crate) struct Report<'a> {
 #[derive(Debug, Serialize)]
 struct Timings {
     load_s: f64,
+    /// From the start of loading to the first token of the first answer.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    first_token_s: Option<f64>,
+    /// From the start of reading experts to the last that was page-locked; absent while that goes on, and on the CPU.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    page_locked_s: Option<f64>,
     prefill_s: f64,
     decode_s: f64,
     decode_tok_s: f64,
@@ -160,6 +166,8 @@ impl<'a> Report<'a> {
             format: loaded.format(),
             timings: Timings {
                 load_s: loaded.took.as_secs_f64(),
+                first_token_s: loaded.first_token().map(|t| t.as_secs_f64()),
+                page_locked_s: page_locking(loaded).and_then(|l| l.took).map(|t| t.as_secs_f64()),
                 prefill_s: timings.prefill.as_secs_f64(),
                 decode_s: timings.decode.as_secs_f64(),
                 decode_tok_s: timings.decode_tokens_per_second(),
@@ -175,6 +183,26 @@ impl<'a> Report<'a> {
         // Strings, numbers and lists only: nothing in it can fail to be written.
         serde_json::to_string(self).unwrap_or_default() + "\n"
     }
+}
+
+fn page_locking(loaded: &Loaded) -> Option<PageLocking> {
+    loaded.model.experts().page_locking()
+}
+
+/// When the first answer began, and when all experts were page-locked.
+fn say_start(loaded: &Loaded) {
+    let first = loaded.first_token().map(|t| format!(", first token after {:.2} s", t.as_secs_f64()));
+    let locked = page_locking(loaded).map(|l| {
+        let (locked, total) = (human_bytes(l.locked), human_bytes(l.total));
+        match l.took {
+            Some(took) => {
+                format!(", {locked} of {total} of experts page-locked in {:.2} s", took.as_secs_f64())
+            }
+            None => format!(", {locked} of {total} of experts page-locked so far"),
+        }
+    });
+    let (loaded, first) = (loaded.took.as_secs_f64(), first.unwrap_or_default());
+    say!("start    loaded after {loaded:.2} s{first}{}", locked.unwrap_or_default());
 }
 
 /// Memory by owner, planned and measured.
@@ -265,6 +293,7 @@ pub(crate) fn say_speed(generation: &Generation) {
 /// The cache's counters and the memory.
 pub(crate) fn say_cache(loaded: &Loaded, memory: &MemoryWatch) {
     let stats = loaded.model.experts().stats();
+    say_start(loaded);
     say!("{stats}");
     let (driver, asked) = (loaded.model.experts().driver(), loaded.options.cache.driver);
     say!("driver   {driver} ({asked} was asked for)");
@@ -314,8 +343,9 @@ fn say_link(loaded: &Loaded, stats: &CacheStats) {
         100.0 * achieved / measured
     );
     let experts = loaded.model.experts();
-    let unlocked =
-        experts.backend_info().page_locked.map_or(0, |l| experts.directory().total_bytes().saturating_sub(l));
+    let locked = experts.page_locking().map(|locking| locking.locked);
+    let locked = locked.or(experts.backend_info().page_locked);
+    let unlocked = locked.map_or(0, |l| experts.directory().total_bytes().saturating_sub(l));
     if let Some(warning) = slow_link(stats, achieved, measured, unlocked) {
         say!("warning: {warning}");
     }

@@ -121,6 +121,9 @@ impl<'m> Talk<'m> {
         };
         let reply = self.partner.say(text, options, &mut listen);
         drop(answering);
+        if let Ok(reply) = &reply {
+            self.loaded.answered(reply.generation.timings.decode);
+        }
         let reply = match reply {
             Ok(reply) => reply,
             Err(e) => {
@@ -155,6 +158,9 @@ impl<'m> Talk<'m> {
                 Finish::Cancelled => say!("note: the answer was stopped"),
             }
             if let Some(note) = &generation.context_note {
+                say!("note: {note}");
+            }
+            if let Some(note) = self.loaded.partly_locked() {
                 say!("note: {note}");
             }
             if let Some(reason) = &generation.graph_note {

@@ -21,7 +21,9 @@ use fleet::{Fleet, SharedStep};
 pub use options::{CacheOptions, Capacity, Scope};
 pub use token::{Token, TokenOutcome};
 
-use crate::backend::{Backend, BackendInfo, BackendMemory, DeviceGuess, DeviceStep, DriverKind, Work};
+use crate::backend::{
+    Backend, BackendInfo, BackendMemory, DeviceGuess, DeviceStep, DriverKind, PageLocking, Work,
+};
 use crate::error::{Error, Result};
 use crate::expert::{ExpertId, ExpertLayout, ExpertSpec};
 use crate::format::ExpertFormat;
@@ -126,6 +128,17 @@ impl Core {
         self.engine().step(step)?.ok_or_else(fleet::no_result)
     }
 
+    fn page_locking(&self) -> Option<PageLocking> {
+        let all = self.each_engine(|engine, _| engine.page_locking());
+        let add = |a: PageLocking, b: PageLocking| PageLocking {
+            locked: a.locked + b.locked,
+            total: a.total + b.total,
+            took: a.took.zip(b.took).map(|(a, b)| a.max(b)),
+            why_partial: a.why_partial.or(b.why_partial),
+        };
+        all.into_iter().flatten().reduce(add)
+    }
+
     fn check(&self) -> Result<usize> {
         let checked =
             self.each_engine(|engine, source| engine.check_slots(&|record, out| source.read(record, out)));
@@ -173,9 +186,19 @@ macro_rules! shared_methods {
             self.core.policy
         }
 
-        /// Who drives steps of few tokens: [`DriverKind::Device`] or [`DriverKind::Host`], whatever was asked for.
+        /// Who drives steps of few tokens: [`DriverKind::Device`] or [`DriverKind::Host`], whatever was asked for. While
+        /// page-locking goes on beside the steps ([`CudaOptions::page_lock_later`](crate::CudaOptions::page_lock_later)),
+        /// who will.
         pub fn driver(&self) -> DriverKind {
-            self.core.driver
+            match self.core.engine().is_a_devices() {
+                true => self.core.driver,
+                false => DriverKind::Host,
+            }
+        }
+
+        /// How far records are page-locked, of several devices all together; `None` where that does not matter to them.
+        pub fn page_locking(&self) -> Option<PageLocking> {
+            self.core.page_locking()
         }
 
         /// The records that the cache serves.
@@ -418,6 +441,7 @@ impl<'a> CacheLayer<'a> {
         }
         let layout = &self.cache.layouts[ordinal];
         let mut engine = core.engine();
+        engine.follow_page_locking()?;
         if !core.is_observed() && engine.device_serves(tokens, top_k) {
             let on_device = |t: &Tensor, dtype| t.to_device(&core.device)?.to_dtype(dtype)?.contiguous();
             let (ids, weights) = (on_device(ids, DType::U32)?, on_device(weights, DType::F32)?);

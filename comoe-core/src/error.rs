@@ -453,7 +453,25 @@ impl std::fmt::Display for TracePlace {
     }
 }
 
+/// Whether an error of candle's is that memory of a GPU ran out.
+#[cfg_attr(not(feature = "cuda"), expect(unused_variables, reason = "there is no GPU"))]
+pub fn is_out_of_memory(error: &candle_core::Error) -> bool {
+    #[cfg(feature = "cuda")]
+    return crate::backend::cuda::candle_is_out_of_memory(error);
+    #[cfg(not(feature = "cuda"))]
+    false
+}
+
 impl Error {
+    /// Whether memory of a GPU ran out, in an allocation of this crate's or of candle's.
+    pub fn is_out_of_memory(&self) -> bool {
+        match self {
+            Self::OutOfDeviceMemory { .. } => true,
+            Self::Candle(error) => is_out_of_memory(error),
+            _ => false,
+        }
+    }
+
     /// Wraps an I/O error with the file it concerns.
     pub fn io(path: impl Into<PathBuf>, source: std::io::Error) -> Self {
         Self::Io { path: path.into(), source }

@@ -72,12 +72,12 @@ pub mod trace;
 pub use backend::cuda::{
     CudaOptions, ResidentFormat, cuda_device, cuda_device_count, cuda_give_back, cuda_memory, cuda_pool,
 };
-pub use backend::{DriverKind, PeerAccess};
+pub use backend::{DriverKind, PageLocking, PeerAccess};
 pub use cache::{
     CacheBuilder, CacheLayer, CacheOptions, Capacity, Devices, ExpertCache, RecordCache, Scope, SlotsInForce,
     Token, TokenOutcome,
 };
-pub use error::{Error, Result};
+pub use error::{Error, Result, is_out_of_memory};
 pub use expert::{Activation, ExpertId, ExpertLayout, ExpertSpec, WeightOn};
 pub use format::ExpertFormat;
 pub use policy::PolicyKind;

@@ -3,12 +3,14 @@
 
 mod shares;
 mod speed;
+mod tier;
 
 use serde::{Deserialize, Serialize};
 
 pub use shares::{DeviceNeeds, DevicePlan, SharedPlan};
 pub(crate) use shares::{Seat, Seats};
 pub use speed::{Bandwidths, HitRates, STEP_OVERHEAD_US, TokenBytes, TokensPerSecond};
+pub(crate) use tier::places;
 
 use crate::backend::STAGED_AHEAD;
 use crate::cache::{CacheOptions, Capacity};
@@ -84,13 +86,33 @@ pub struct SlotPlan {
 
 impl SlotPlan {
     /// The slots of `slot_bytes` that a cache with these options makes for the records of `directory`; `room` is `None`
-    /// where nobody knows.
+    /// where nobody knows. In host memory [`CacheOptions::ram`] bounds them, too.
     ///
     /// # Errors
     /// [`Error::NoRoom`] or [`Error::OverBudget`] where what was asked for, or the least that works, does not fit;
     /// [`Error::TooFewSlots`], [`Error::PoolTooSmall`] and [`Error::BadArgument`] for a capacity that does not work
     /// anywhere.
     pub fn new(
+        options: &CacheOptions,
+        directory: &Directory,
+        slot_bytes: usize,
+        room: Option<&Room>,
+    ) -> Result<Self> {
+        let Some(narrowed) = room.and_then(|room| tier::narrowed(options, directory, room)) else {
+            return Self::within(options, directory, slot_bytes, room);
+        };
+        match Self::within(options, directory, slot_bytes, Some(&narrowed)) {
+            // As many as fit are too few: the fewest that work say what they need.
+            Err(Error::NoRoom { slots, .. }) => {
+                let fewest = CacheOptions { capacity: Capacity::Slots(slots), ..options.clone() };
+                let plan = Self::within(&fewest, directory, slot_bytes, Some(&narrowed))?;
+                places(&fewest, directory, plan, slot_bytes, false).map(|_| plan)
+            }
+            plan => plan,
+        }
+    }
+
+    fn within(
         options: &CacheOptions,
         directory: &Directory,
         slot_bytes: usize,
@@ -251,7 +273,8 @@ pub struct PoolBytes {
 /// Memory of a run: who takes what, before anything is loaded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct MemoryPlan {
-    /// Device memory that the run may take, in bytes; on a CPU without a budget, host memory that is free.
+    /// Device memory that the run may take, in bytes; on a CPU without a budget, host memory that is free, or
+    /// [`CacheOptions::ram`] and what is needed besides.
     pub budget: u64,
     /// Who takes what of it.
     pub device: DeviceBytes,
@@ -263,7 +286,8 @@ pub struct MemoryPlan {
     pub slot_bytes: usize,
     /// Experts in all.
     pub experts: usize,
-    /// Bytes of all experts' records in host memory.
+    /// Bytes of experts' records in host memory, slots not counted: all of them, or as many as
+    /// [`CacheOptions::ram`] has places for.
     pub arena: u64,
 }
 
@@ -272,7 +296,7 @@ impl MemoryPlan {
     /// goes to slots, as `options` say.
     ///
     /// # Errors
-    /// As [`SlotPlan::new`].
+    /// As [`SlotPlan::new`]; [`Error::BadArgument`] for less [`CacheOptions::ram`] than works.
     pub fn new(
         room: &Room,
         (others, margin): (DeviceBytes, u64),
@@ -282,14 +306,20 @@ impl MemoryPlan {
     ) -> Result<Self> {
         let room = Room { reserve: others.total().saturating_add(margin), ..room.clone() };
         let slots = SlotPlan::new(options, directory, slot_bytes, Some(&room))?;
+        let places = places(options, directory, slots, slot_bytes, room.on_device)?;
+        let ram = options.ram.filter(|_| !room.on_device);
+        let with_ram = ram.map_or(u64::MAX, |ram| ram.saturating_add(room.reserve));
         Ok(Self {
-            budget: room.free.min(room.budget.unwrap_or(u64::MAX)),
+            budget: room.free.min(room.budget.unwrap_or(u64::MAX)).min(with_ram),
             device: others.with_slots(slots, slot_bytes),
             margin,
             slots,
             slot_bytes,
             experts: directory.len(),
-            arena: directory.total_bytes(),
+            arena: match places {
+                Some(places) => places as u64 * directory.largest_record() as u64,
+                None => directory.total_bytes(),
+            },
         })
     }
 

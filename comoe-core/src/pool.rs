@@ -6,6 +6,8 @@
 
 mod keep;
 
+pub(crate) use keep::{PINNED_PART, most_pinned};
+
 use crate::backend::SlotId;
 use crate::error::{Error, Result};
 use crate::policy::EvictionPolicy;

@@ -10,6 +10,7 @@
 //! record still moves at most once per step. With a ring (see `stream`) it passes through that instead.
 
 mod device;
+mod locking;
 mod pins;
 mod prefetch;
 mod resize;
@@ -138,6 +139,7 @@ pub(crate) struct Engine {
     uses: Vec<u64>,
     rules: Rules,
     drive: device::Drive,
+    locking: locking::Locking,
     elastic: resize::Elastic,
     /// Text of the first error: from then on nothing in the slots is trusted.
     failed: Option<String>,
@@ -161,6 +163,7 @@ impl Engine {
         backend.allocate(slots, slot_bytes)?;
         let clocks = vec![SlotClock { filled: Ticket::DONE, read: Ticket::DONE }; slots];
         let uses = vec![0; directory.len()];
+        let goes_on = backend.page_locking().is_some_and(|locking| locking.took.is_none());
         let mut this = Self {
             backend,
             directory,
@@ -176,6 +179,7 @@ impl Engine {
             uses,
             rules,
             drive: device::Drive::default(),
+            locking: locking::Locking { goes_on, offer: None },
             elastic: resize::Elastic::new(in_force),
             failed: None,
             next_check: 0,
@@ -247,6 +251,7 @@ impl Engine {
     /// Runs one layer's step and returns what it ends with; `None` for no assignment.
     pub(crate) fn step(&mut self, step: Step<'_>) -> Result<Option<Tensor>> {
         self.refuse_within_token()?;
+        self.follow_page_locking()?;
         self.host_owns()?;
         self.with_memory(|this| this.backend.reserve(&step.work))?;
         self.guarded(|this| this.try_step(step))

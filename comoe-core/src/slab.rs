@@ -15,6 +15,9 @@ const WRITTEN: u32 = u32::MAX;
 
 /// Memory goes back to the system in such pieces: whole pages, whatever their size.
 const CHUNK: usize = 64 << 10;
+/// Memory is backed ahead in such pieces.
+#[cfg(feature = "cuda")]
+const POPULATED_AT_ONCE: usize = 64 << 20;
 
 /// All slots. Untouched slots are not backed by memory.
 ///
@@ -102,6 +105,18 @@ impl Slab {
     #[cfg(not(unix))]
     fn give_back(&self, _: Range<usize>) -> std::io::Result<()> {
         Err(std::io::ErrorKind::Unsupported.into())
+    }
+
+    /// Has all of its memory backed now, by all threads. What is in the slots stays.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn populate(&self) {
+        use rayon::prelude::*;
+
+        let bytes = self.slots() * self.slot_bytes;
+        (0..bytes.div_ceil(POPULATED_AT_ONCE)).into_par_iter().with_max_len(1).for_each(|n| {
+            let start = n * POPULATED_AT_ONCE;
+            crate::sys::populate(&self.map, start..(start + POPULATED_AT_ONCE).min(bytes));
+        });
     }
 
     /// Where the first slot begins. The others follow without gaps.

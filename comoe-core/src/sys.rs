@@ -6,6 +6,12 @@ use std::ops::Range;
 
 use memmap2::Mmap;
 
+#[cfg(feature = "cuda")]
+pub(crate) use self::fresh::{FreshMemory, HUGE_PAGE};
+
+#[cfg(any(feature = "cuda", test))]
+mod fresh;
+
 /// Writes `bytes` at `offset` of `file`, without moving any shared position: threads may write at the same time.
 #[cfg(unix)]
 pub(crate) fn write_all_at(file: &File, bytes: &[u8], offset: u64) -> io::Result<()> {
@@ -96,3 +102,16 @@ pub(crate) fn unmap_pages(map: &Mmap, range: Range<usize>) {
 /// Elsewhere pages stay until the system wants them back.
 #[cfg(not(unix))]
 pub(crate) fn unmap_pages(_: &Mmap, _: Range<usize>) {}
+
+/// Has the system back `range` of memory of this process's own, in huge pages where it has them, before somebody touches it.
+/// Advice: what it does not take, the first touch brings all the same.
+#[cfg(all(feature = "cuda", target_os = "linux"))]
+pub(crate) fn populate(map: &memmap2::MmapMut, range: Range<usize>) {
+    for advice in [memmap2::Advice::HugePage, memmap2::Advice::PopulateWrite] {
+        let _ = map.advise_range(advice, range.start, range.len());
+    }
+}
+
+/// Elsewhere the first touch does it.
+#[cfg(all(feature = "cuda", not(target_os = "linux")))]
+pub(crate) fn populate(_: &memmap2::MmapMut, _: Range<usize>) {}

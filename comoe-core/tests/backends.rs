@@ -113,6 +113,65 @@ fn a_device_that_fails_shrinks_its_share() {
 }
 
 #[test]
+fn simulated_pages_are_locked_while_tokens_are_served() {
+    for (seed, driver) in [(0, DriverKind::Auto), (1, DriverKind::Device)] {
+        let whole = &move |source| Box::new(SimBackend::new(source, seed)) as Box<dyn Backend>;
+        let later = &move |source| {
+            Box::new(SimBackend::new(source, seed).locking_later(1, u32::MAX)) as Box<dyn Backend>
+        };
+        conformance::tokens_are_served_while_pages_are_locked(
+            &Device::Cpu,
+            Make::one(DriverKind::Device, whole),
+            Make::one(driver, later),
+            &|_| {},
+        );
+    }
+}
+
+/// Where page-locking ends before all is locked, everything goes on as where it was so from the start; a record that cannot
+/// be read stops the cache by its name.
+#[test]
+fn page_locking_that_ends_early_leaves_the_rest_to_the_host() {
+    let experts = Experts::random(ExpertSpec::swiglu(16, 16), ExpertFormat::INT8, 2, 4, 3);
+    let options = CacheOptions { capacity: Capacity::Slots(6), top_k: 2, ..CacheOptions::default() };
+    let options = CacheOptions { policy: PolicyKind::Lru, ..options };
+    let cache = |driver, backend: SimBackend| {
+        let options = CacheOptions { driver, ..options.clone() };
+        let builder = ExpertCache::builder(experts.store(), &Device::Cpu).options(options);
+        builder.backend(Box::new(backend)).build().unwrap()
+    };
+    let token = |cache: &ExpertCache, first: u32| {
+        cache.run_token(1, 2, || {
+            let x = Tensor::ones((1, 16), DType::F32, &Device::Cpu)?;
+            let ids = Tensor::new(&[[first % 4, (first + 1) % 4]], &Device::Cpu)?;
+            let weights = Tensor::new(&[[0.5f32, 0.5]], &Device::Cpu)?;
+            let x = cache.layer(0).forward(&x, &ids, &weights)?;
+            cache.layer(1).forward(&x, &ids, &weights)?.flatten_all()?.to_vec1::<f32>().map_err(Error::from)
+        })
+    };
+    let whole = cache(DriverKind::Device, SimBackend::new(experts.clone(), 1));
+    for asked in [DriverKind::Auto, DriverKind::Device] {
+        let early = cache(asked, SimBackend::new(experts.clone(), 1).locking_later(1, 5));
+        for n in 0..12 {
+            assert_eq!(token(&early, n).unwrap(), token(&whole, n).unwrap(), "{asked}, token {n}");
+        }
+        let ended = early.page_locking().unwrap();
+        assert!(ended.took.is_some() && ended.locked < ended.total, "{ended:?}");
+        assert_eq!(ended.why_partial.as_deref(), Some("the simulation ends it"));
+        let by_name = asked == DriverKind::Device;
+        assert_eq!(early.driver() == DriverKind::Device, by_name);
+        assert_eq!(early.drives_tokens(1, 2), by_name);
+        early.check().unwrap();
+
+        let broken = SimBackend::new(experts.clone(), 1).locking_later(2, u32::MAX);
+        let broken = cache(asked, broken.locking_fails_at(RecordIndex(6)));
+        let said = (0..8).find_map(|n| token(&broken, n).err()).unwrap().to_string();
+        assert!(said.contains("layer 1 expert 2") && said.contains("the simulated disk broke"), "{said}");
+        assert!(matches!(token(&broken, 0), Err(Error::Stopped { .. })));
+    }
+}
+
+#[test]
 fn simulated_tokens_run_again() {
     for seed in 0..4 {
         let whole = &move |source| Box::new(SimBackend::new(source, seed)) as Box<dyn Backend>;
@@ -211,9 +270,9 @@ fn slots_make_room_for_a_step_that_is_short_of_memory() {
     // Records of 1.6 MB: slots give up 4 MiB more than is missing.
     let experts = Experts::random(ExpertSpec::swiglu(512, 512), ExpertFormat::Bf16, 1, 16, 1);
     let slot = experts.layout.record_bytes as u64;
-    let cache = |memory| {
+    let driven = |memory, driver| {
         let backend = SimBackend::new(experts.clone(), 1).with_memory(memory);
-        let options = CacheOptions { driver: DriverKind::Host, top_k: 2, ..CacheOptions::default() };
+        let options = CacheOptions { driver, top_k: 2, ..CacheOptions::default() };
         let builder = ExpertCache::builder(experts.store(), &Device::Cpu).options(options);
         builder.backend(Box::new(backend)).build().unwrap()
     };
@@ -223,6 +282,7 @@ fn slots_make_room_for_a_step_that_is_short_of_memory() {
         let weights = Tensor::ones((tokens, 2), DType::F32, &Device::Cpu).unwrap();
         cache.layer(0).forward(&x, &ids, &weights).map(|y| y.flatten_all().unwrap().to_vec1::<f32>().unwrap())
     };
+    let cache = |memory| driven(memory, DriverKind::Host);
     let (roomy, short) = (cache(u64::MAX), cache(16 * slot + 100_000));
     assert_eq!(step(&short, 8).unwrap(), step(&roomy, 8).unwrap());
     assert_eq!(short.stats().resizes, 0);
@@ -236,7 +296,20 @@ fn slots_make_room_for_a_step_that_is_short_of_memory() {
     assert_eq!(roomy.stats().resizes, 0);
     let error = step(&short, 8000).unwrap_err();
     assert!(matches!(error, Error::OutOfDeviceMemory { .. }), "{error}");
-    assert!(matches!(step(&short, 1), Err(Error::Stopped { .. })));
+    // Nothing has changed: what fits goes on.
+    assert_eq!(step(&short, 2).unwrap(), step(&roomy, 2).unwrap());
+
+    // The tables of a device that drives: 16 times 64 KiB, in a token and outside of one.
+    for in_token in [false, true] {
+        let driven = driven(16 * slot + 100_000, DriverKind::Device);
+        let y = match in_token {
+            true => driven.run_token(8, 2, || step(&driven, 8)),
+            false => step(&driven, 8),
+        };
+        assert_eq!(y.unwrap(), step(&roomy, 8).unwrap());
+        let (force, stats) = (driven.slots_in_force(), driven.stats());
+        assert!((12..15).contains(&force.slots) && stats.device_steps == 1, "{force:?}");
+    }
 }
 
 /// Of several devices the one that is short has fewer slots, and the others keep theirs.

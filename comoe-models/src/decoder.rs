@@ -332,9 +332,9 @@ impl Decoder {
         while !rest.is_empty() {
             let (chunk, after) = rest.split_at(self.next_chunk(kv.len(), rest.len()));
             if rows == Rows::All || after.is_empty() {
-                logits.push(self.step(chunk, kv, Some(rows))?.ok_or(Error::EmptyPrompt)?);
+                logits.push(self.step_with_memory(chunk, kv, Some(rows))?.ok_or(Error::EmptyPrompt)?);
             } else {
-                self.step(chunk, kv, None)?;
+                self.step_with_memory(chunk, kv, None)?;
             }
             rest = after;
         }
@@ -386,6 +386,15 @@ impl Decoder {
         self.fused.as_ref().map(|f| f.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
+    /// As [`Self::step`]; where a GPU's memory runs out under it, the experts' slots make room, and it is made once more. A step
+    /// that ended half-way has changed nothing that counts: positions are counted behind it.
+    fn step_with_memory(&self, ids: &[u32], kv: &mut KvCache, rows: Option<Rows>) -> Result<Option<Tensor>> {
+        match self.step(ids, kv, rows) {
+            Err(e) if e.is_out_of_memory() && self.make_way(&e)? => self.step(ids, kv, rows),
+            done => done,
+        }
+    }
+
     fn step(&self, ids: &[u32], kv: &mut KvCache, rows: Option<Rows>) -> Result<Option<Tensor>> {
         if let Some(&id) = ids.iter().find(|id| **id as usize >= self.plan.vocab) {
             return Err(Error::UnknownToken { id, vocab: self.plan.vocab });
@@ -410,6 +419,7 @@ impl Decoder {
                         Err(e) => break (logits, Err(e)),
                     }
                 };
+                let by_device = token.is_on_device();
                 drop(token);
                 let served = match served {
                     Err(e) if !is_misled(&e) => {
@@ -427,7 +437,8 @@ impl Decoder {
                 let logits =
                     logits.map(|l| if l.dtype() == DType::F32 { l.copy() } else { l.to_dtype(DType::F32) });
                 let logits = logits.transpose()?;
-                if tokens == 1 && rows == Some(Rows::Last) {
+                // A graph is of the device's own steps, which have buffers of their own.
+                if tokens == 1 && rows == Some(Rows::Last) && by_device {
                     fused.made_ready(reach);
                 }
                 logits

@@ -255,6 +255,15 @@ pub enum Error {
 }
 
 impl Error {
+    /// Whether memory of a GPU ran out.
+    pub(crate) fn is_out_of_memory(&self) -> bool {
+        match self {
+            Self::Core(error) => error.is_out_of_memory(),
+            Self::Candle(error) => comoe_core::is_out_of_memory(error),
+            _ => false,
+        }
+    }
+
     pub(crate) fn io(path: impl Into<PathBuf>, source: std::io::Error) -> Self {
         Self::Io { path: path.into(), source }
     }

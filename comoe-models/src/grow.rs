@@ -12,6 +12,8 @@ use crate::error::{Error, Result};
 const STEP: usize = 2;
 /// And to a multiple of so many tokens.
 const ROUND: usize = 64;
+/// Slots give up at least so many bytes for a step that found too little: the driver's pool takes memory in large pieces.
+const LEAST_WAY: u64 = 256 << 20;
 
 impl Decoder {
     /// Makes room for `tokens` tokens in all in `kv`, and for some more, if it has none. The bytes come from the experts'
@@ -88,6 +90,25 @@ impl Decoder {
             let _ = kv.set_capacity(before, || self.reclaim());
         }
         moved
+    }
+
+    /// After `error`, memory of a GPU that ran out under a step's activations: has slots give up as much as the largest step's
+    /// are planned to take, or what they can, for good. `false` where they can give up nothing.
+    pub(crate) fn make_way(&self, error: &Error) -> Result<bool> {
+        self.reclaim()?;
+        let planned = self.memory_plan().map_or(0, |plan| plan.device.workspace);
+        let lent = match self.experts().lend(planned.max(LEAST_WAY)) {
+            Err(comoe_core::Error::NothingToLend { most, .. }) if most > 0 => self.experts().lend(most),
+            lent => lent,
+        };
+        match lent {
+            Ok(force) => {
+                tracing::warn!("{error}: the experts' slots made room, {} are left", force.slots);
+                Ok(true)
+            }
+            Err(comoe_core::Error::NothingToLend { .. } | comoe_core::Error::FixedSlots { .. }) => Ok(false),
+            Err(e) => Err(e.into()),
+        }
     }
 
     /// Whether memory is short: it has a limit, or experts have fewer slots than there are experts.

@@ -25,7 +25,8 @@ pub struct NowAndPeak<T> {
 pub struct MeasuredMemory {
     /// Device memory by owner. On a CPU, where activations are not counted, what is held from step to step.
     pub device: NowAndPeak<DeviceBytes>,
-    /// Bytes of experts' records in host memory: page-locked for a GPU, else mapped or in memory.
+    /// Bytes of experts' records in host memory, slots not counted: page-locked for a GPU, else mapped or in memory; where
+    /// RAM has places for some of them, those.
     pub arena: u64,
     /// Of a GPU: what the driver's pool holds.
     pub pool: Option<PoolBytes>,
@@ -112,7 +113,8 @@ impl Decoder {
         };
         let device =
             NowAndPeak { now: DeviceBytes { kv: kv.now, ..own }, peak: DeviceBytes { kv: kv.peak, ..own } };
-        let arena = self.experts().directory().total_bytes();
+        let tier = stats.tier.map(|tier| (tier.places * tier.place_bytes) as u64);
+        let arena = tier.unwrap_or_else(|| self.experts().directory().total_bytes());
         let mut measured = MeasuredMemory { device, arena, pool: None, taken: None };
         if let Device::Cuda(_) = self.device() {
             let pool = cuda_pool(self.device())?;
@@ -120,7 +122,8 @@ impl Decoder {
             let others = |kv: u64| self.memory.dense + kv + own.buffers - held.buffers;
             measured.device.now.workspace += pool.used.saturating_sub(others(kv.now));
             measured.device.peak.workspace += pool.used_peak.saturating_sub(others(kv.peak));
-            measured.arena = self.experts().backend_info().page_locked.unwrap_or(0);
+            let locked = self.experts().page_locking().map(|locking| locking.locked);
+            measured.arena = tier.or(locked).unwrap_or(0);
             if let Some(free) = self.memory.free {
                 let now = free.saturating_sub(cuda_memory(self.device())?.0);
                 // Everything else only grows.

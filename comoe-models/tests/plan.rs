@@ -47,6 +47,32 @@ fn every_family_takes_what_was_planned() {
     }
 }
 
+/// Where RAM holds some of the experts, a plan knows of the few places beside the slots.
+#[test]
+fn a_plan_with_ram_for_a_part_is_what_opening_does() {
+    let tiny = files::tiny();
+    for (quarters, budget) in [(1, None), (2, None), (3, Some(1 << 30)), (5, None)] {
+        let all = ModelPlan::open(&tiny, CPU, &LoadOptions::default()).unwrap().directory().total_bytes();
+        let ram = Some(all * quarters / 4);
+        let cache = CacheOptions { capacity: Capacity::Fit, budget, ram, ..CacheOptions::default() };
+        let options = LoadOptions { cache, ..LoadOptions::default() };
+        let planned = ModelPlan::open(&tiny, CPU, &options).unwrap();
+        let room = options.cache.room(&Device::Cpu).unwrap().unwrap();
+        let plan = planned.memory(&room, &options.cache).unwrap();
+        let decoder = Decoder::open(&tiny, &Device::Cpu, &options, &|_| {}).unwrap();
+        assert_eq!(decoder.memory_plan(), Some(&plan), "{quarters}");
+        let (measured, stats) = (decoder.measure_memory().unwrap(), decoder.experts().stats());
+        assert_eq!((stats.slots, measured.device.now.slots), (plan.slots.slots, plan.device.slots));
+        assert_eq!(measured.arena, plan.arena, "{quarters}");
+        let places = stats.tier.map(|tier| tier.places);
+        assert_eq!(places.is_some(), quarters < 4);
+        if let Some(places) = places {
+            assert!(stats.slots > 0 && places > 0 && places < stats.slots, "{quarters}: {places}");
+            assert!(plan.device.slots + plan.arena <= all * quarters / 4);
+        }
+    }
+}
+
 /// A GPU's plan needs none, and its parts are there.
 #[test]
 fn a_plan_for_a_gpu_counts_activations_buffers_and_a_margin() {

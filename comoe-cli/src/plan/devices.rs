@@ -29,7 +29,9 @@ pub(super) fn rooms(args: &ModelArgs, on_gpu: bool) -> Result<Vec<Room>> {
         let pools = named.iter().filter(|name| *name == device).count() as u64;
         let free = match (budget, on_gpu) {
             (Some(_), _) => u64::MAX,
-            (None, false) => args.ram.or_else(ram_available).unwrap_or(u64::MAX) / named.len() as u64,
+            // What is asked for is for experts, and cuts their room itself.
+            (None, false) if args.ram.is_some() => u64::MAX,
+            (None, false) => ram_available().unwrap_or(u64::MAX) / named.len() as u64,
             (None, true) => free_on(&args.device, n)? / pools,
         };
         Ok(Room { device: device.clone(), free, budget, reserve: 0, on_device: on_gpu })
@@ -77,7 +79,7 @@ impl OnDevice {
             let memory = share.map(|share| &share.memory);
             Self {
                 device: room.device.clone(),
-                budget: room.free.min(room.budget.unwrap_or(u64::MAX)),
+                budget: memory.map_or(room.free.min(room.budget.unwrap_or(u64::MAX)), |m| m.budget),
                 needs: needs[number.min(1)],
                 margin: plan.margin(),
                 memory: memory.map(Memory::planned),

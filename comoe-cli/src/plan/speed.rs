@@ -3,6 +3,7 @@
 use comoe_core::plan::{Bandwidths, HitRates, SharedPlan, TokensPerSecond};
 use comoe_core::replay::{ReplayPolicy, replay};
 use comoe_core::stats::human_bytes;
+use comoe_core::store::read_small;
 use comoe_core::trace::Trace;
 use comoe_models::ModelPlan;
 use serde::{Deserialize, Serialize};
@@ -17,6 +18,8 @@ const LINK: f64 = 25.0;
 const GPU_MEMORY: f64 = 900.0;
 /// Two channels of DDR4.
 const CPU_MEMORY: f64 = 40.0;
+/// Bytes of a report of `comoe doctor`: some KB a GPU.
+const MOST_DOCTOR: u64 = 4 << 20;
 
 /// What may be expected of a decode step.
 #[derive(Debug, Serialize)]
@@ -178,7 +181,7 @@ impl Expected {
 
 fn read_doctor(path: &std::path::Path) -> Result<Doctor> {
     let bad = |reason: String| Error::BadDoctor { path: path.to_owned(), reason };
-    let text = std::fs::read(path).map_err(|e| bad(e.to_string()))?;
+    let text = read_small(path, MOST_DOCTOR).map_err(|e| bad(e.to_string()))?;
     serde_json::from_slice(&text).map_err(|e| bad(format!("is not what `comoe doctor --json` prints ({e})")))
 }
 
@@ -202,6 +205,10 @@ mod tests {
         assert_eq!((two.host.read_all_threads, two.gpus.len()), (61.5, 2));
         assert!(two.gpus[1].transfers.is_empty());
         assert!(read(r#"{"host": {"read_all_threads": 1.0}}"#).unwrap().gpus.is_empty());
+        // Sparse, so that whoever reads it whole takes its time.
+        std::fs::File::options().write(true).open(&path).unwrap().set_len(1 << 40).unwrap();
+        let e = read_doctor(&path).err().unwrap().to_string();
+        assert!(e.contains("1099511627776 bytes") && e.contains("doctor.json"), "{e}");
         let e = read("{}").err().unwrap().to_string();
         assert!(e.contains("doctor.json") && e.contains("comoe doctor --json"), "{e}");
     }

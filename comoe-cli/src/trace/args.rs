@@ -97,6 +97,13 @@ pub(crate) struct ReplayArgs {
     /// Which generated tokens count; those before them warm
     #[arg(long, default_value = "all", value_parser = parse_span, value_name = "all|first-half|second-half")]
     pub(crate) count: Span,
+    /// Pin the hottest experts of the first half in up to these parts of the slots, 0 to 1, several separated by commas;
+    /// the second half counts. For policies that need no foresight
+    #[arg(
+        long, value_name = "PART,..", value_delimiter = ',', value_parser = parse_part,
+        conflicts_with_all = ["count", "batch"]
+    )]
+    pub(crate) pin: Vec<f64>,
     /// Play so many sequences at a time, several separated by commas; they are the trace's turns, or runs of its
     /// generated tokens
     #[arg(long, value_name = "B,..", value_delimiter = ',', value_parser = parse_positive)]
@@ -178,6 +185,11 @@ fn parse_eviction(text: &str) -> Result<Eviction, String> {
         "group" => Ok(Eviction::Group),
         _ => Err("use expert or group".into()),
     }
+}
+
+fn parse_part(s: &str) -> Result<f64, String> {
+    let part = s.parse().ok().filter(|part| (0.0..=1.0).contains(part));
+    part.ok_or_else(|| "expected a part of the slots, 0 to 1".to_owned())
 }
 
 impl ReplayArgs {

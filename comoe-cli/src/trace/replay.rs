@@ -1,6 +1,9 @@
 //! `comoe trace replay`.
 
-use comoe_core::replay::{BatchOptions, Eviction, Grouping, replay_batches, replay_span};
+use comoe_core::Scope;
+use comoe_core::replay::{
+    BatchOptions, Eviction, Grouping, Score, replay_batches, replay_pinned, replay_span,
+};
 use comoe_core::stats::human_bytes;
 use comoe_core::trace::Trace;
 use serde::Serialize;
@@ -19,8 +22,27 @@ struct Line {
     accesses: u64,
     hit_rate: f64,
     bytes_missed: u64,
+    /// Part of the slots in which experts are pinned.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pinned: Option<f64>,
     #[serde(flatten)]
     batch: Option<BatchLine>,
+}
+
+impl Line {
+    fn of(policy: String, scope: Scope, slots: usize, score: Score) -> Self {
+        Self {
+            policy,
+            scope: scope.to_string(),
+            slots,
+            hits: score.hits,
+            accesses: score.accesses,
+            hit_rate: score.hit_rate(),
+            bytes_missed: score.bytes_missed,
+            pinned: None,
+            batch: None,
+        }
+    }
 }
 
 #[derive(Serialize)]
@@ -37,7 +59,40 @@ struct BatchLine {
 
 pub(crate) fn run(args: &ReplayArgs) -> Result<()> {
     let trace = open(&args.file)?;
-    if args.batch.is_empty() { single(args, &trace) } else { batched(args, &trace) }
+    match (args.batch.is_empty(), args.pin.is_empty()) {
+        (true, true) => single(args, &trace),
+        (true, false) => pinned(args, &trace),
+        (false, _) => batched(args, &trace),
+    }
+}
+
+fn pinned(args: &ReplayArgs, trace: &Trace) -> Result<()> {
+    let policies = args.online().map_err(|policy| Error::FarSighted { option: "--pin", policy })?;
+    let (mut lines, mut text) = (Vec::new(), String::new());
+    for &scope in &args.scope {
+        let mut rows = vec![vec![format!("scope {scope}, % hits"), "pinned".to_owned()]];
+        rows[0].extend(args.slots_per_layer.iter().map(|s| format!("{s} slots")));
+        for &policy in &policies {
+            for &part in &args.pin {
+                let mut row = vec![policy.to_string(), part.to_string()];
+                for &slots in &args.slots_per_layer {
+                    let score = replay_pinned(trace, policy, scope, slots, part);
+                    row.push(format!("{:.2}", 100.0 * score.hit_rate()));
+                    let pinned = Some(part);
+                    lines.push(Line { pinned, ..Line::of(policy.to_string(), scope, slots, score) });
+                }
+                rows.push(row);
+            }
+        }
+        text += &format!("{}\n", table(&rows));
+    }
+    if args.json {
+        return print(&json(&lines));
+    }
+    let accesses = lines.first().map_or(0, |l| l.accesses);
+    print(&format!(
+        "{text}{accesses} accesses of the second half; pinned are the hottest experts of the first\n"
+    ))
 }
 
 fn single(args: &ReplayArgs, trace: &Trace) -> Result<()> {
@@ -51,16 +106,7 @@ fn single(args: &ReplayArgs, trace: &Trace) -> Result<()> {
             for &slots in &args.slots_per_layer {
                 let score = replay_span(trace, policy, scope, slots, args.count);
                 row.push(format!("{:.2}", 100.0 * score.hit_rate()));
-                lines.push(Line {
-                    policy: policy.to_string(),
-                    scope: scope.to_string(),
-                    slots,
-                    hits: score.hits,
-                    accesses: score.accesses,
-                    hit_rate: score.hit_rate(),
-                    bytes_missed: score.bytes_missed,
-                    batch: None,
-                });
+                lines.push(Line::of(policy.to_string(), scope, slots, score));
             }
             rows.push(row);
         }
@@ -74,7 +120,7 @@ fn single(args: &ReplayArgs, trace: &Trace) -> Result<()> {
 }
 
 fn batched(args: &ReplayArgs, trace: &Trace) -> Result<()> {
-    let policies = args.online().map_err(|policy| Error::BatchPolicy { policy })?;
+    let policies = args.online().map_err(|policy| Error::FarSighted { option: "--batch", policy })?;
     // All batches play the same sequences: twice as many as the largest batch, so that there is a choice to group by.
     let sequences = args.batch.iter().copied().fold(1, lcm) * 2;
     let mut lines = Vec::new();
@@ -109,13 +155,6 @@ fn batched(args: &ReplayArgs, trace: &Trace) -> Result<()> {
                         human_bytes(per_token as u64),
                     ]);
                     lines.push(Line {
-                        policy: policy.to_string(),
-                        scope: scope.to_string(),
-                        slots: slots_per_layer,
-                        hits: score.hits,
-                        accesses: score.accesses,
-                        hit_rate: score.hit_rate(),
-                        bytes_missed: score.bytes_missed,
                         batch: Some(BatchLine {
                             batch,
                             group: match args.group {
@@ -131,6 +170,7 @@ fn batched(args: &ReplayArgs, trace: &Trace) -> Result<()> {
                             union: played.union,
                             bytes_missed_per_token: per_token,
                         }),
+                        ..Line::of(policy.to_string(), scope, slots_per_layer, score)
                     });
                 }
             }

@@ -37,13 +37,13 @@ fn a_traces_hottest_experts_stay_and_are_counted_apart() {
     ] {
         let with = run(&[more, &["--pin", &path]].concat());
         let (slots, hits) = pinned(&with);
-        assert_eq!(slots, if more.contains(&"global") { 10 } else { 18 }, "half of the slots: {more:?}");
-        assert!(hits > 5, "{more:?}: {with}");
+        assert_eq!(slots, if more.contains(&"global") { 3 } else { 6 }, "an eighth of the slots: {more:?}");
+        assert!(hits > 0, "{more:?}: {with}");
         assert_eq!(with["tokens"], without["tokens"], "{more:?}");
     }
     let stats = tiny(cache.path(), &["--slots", "36", "--pin", &path, "--stats"]);
-    assert!(stats.stderr.contains("pinned   18 experts,"), "{}", stats.stderr);
-    assert!(stats.stderr.contains("are pinned: up to half"), "{}", stats.stderr);
+    assert!(stats.stderr.contains("pinned   6 experts,"), "{}", stats.stderr);
+    assert!(stats.stderr.contains("are pinned: up to an eighth"), "{}", stats.stderr);
     // Nothing is learned from it.
     assert_eq!(std::fs::read_dir(cache.path()).unwrap().count(), 0);
     let all = tiny(cache.path(), &["--resident", "--pin", &path]);
@@ -61,9 +61,9 @@ fn auto_says_that_nothing_is_known_learns_and_pins_the_next_time() {
     assert!(!second.stderr.contains("learned from yet"), "{}", second.stderr);
     let json = second.json();
     let (slots, hits) = pinned(&json);
-    assert_eq!(slots, 18);
-    // Three of sixteen experts a layer, of the same prompt.
-    assert!(hits * 4 > json["cache"]["accesses"].as_u64().unwrap(), "{json}");
+    assert_eq!(slots, 6);
+    // One of sixteen experts a layer, of the same prompt.
+    assert!(hits * 8 > json["cache"]["accesses"].as_u64().unwrap(), "{json}");
     let file = std::fs::read_dir(cache.path()).unwrap().next().unwrap().unwrap().path();
     let uses = |path: &Path| -> u64 {
         let json: Value = serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap();

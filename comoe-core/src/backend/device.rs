@@ -226,7 +226,7 @@ impl RoutingFault {
 /// The caller guarantees: `take_over` comes before any `step`, with every queue of the backend empty; between that and
 /// the last `step` nobody else fills slots.
 pub trait DeviceDriver {
-    /// What it cannot do, for as long as it lives.
+    /// What it cannot do, until [`Backend::use_page_locked`](super::Backend::use_page_locked) is called again.
     fn limits(&self) -> DeviceLimits;
 
     /// From now on brings records that steps guess ([`DeviceStep::guess`]) into `staging`, [`STAGED_AHEAD`] slots beside

@@ -129,6 +129,19 @@ pub struct BackendInfo {
     pub page_locked: Option<u64>,
 }
 
+/// How far records are page-locked.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct PageLocking {
+    /// Bytes of records in page-locked memory.
+    pub locked: u64,
+    /// Bytes of all records.
+    pub total: u64,
+    /// How long it took; `None` while it goes on beside the steps.
+    pub took: Option<Duration>,
+    /// Why the others are not, where it ended before.
+    pub why_partial: Option<String>,
+}
+
 /// Device memory that a backend holds, in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct BackendMemory {
@@ -284,6 +297,20 @@ pub trait Backend: Send {
     /// Device memory that it holds now; zeros where it does not say.
     fn memory(&self) -> BackendMemory {
         BackendMemory::default()
+    }
+
+    /// How far records are page-locked; `None` where that does not matter to the device.
+    fn page_locking(&self) -> Option<PageLocking> {
+        None
+    }
+
+    /// Where page-locking goes on beside the steps: has those from here on use what was locked meanwhile, and says whether
+    /// more is to come. No step of the device's own is under way; fills may be.
+    ///
+    /// # Errors
+    /// What kept a record from being read.
+    fn use_page_locked(&mut self) -> Result<bool> {
+        Ok(false)
     }
 
     /// Time spent so far.

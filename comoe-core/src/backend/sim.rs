@@ -10,13 +10,14 @@ mod device;
 use std::collections::{HashMap, VecDeque};
 use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
 
 use candle_core::Tensor;
 
 use super::cpu::Step;
 use super::{
-    Backend, BackendInfo, BackendMemory, Chunks, DeviceDriver, Fill, Queue, SlotId, Ticket, TransferTime,
-    Work, WorkItem,
+    Backend, BackendInfo, BackendMemory, Chunks, DeviceDriver, Fill, PageLocking, Queue, SlotId, Ticket,
+    TransferTime, Work, WorkItem,
 };
 use crate::error::{Error, Result};
 use crate::store::{RecordIndex, RecordSource};
@@ -74,6 +75,20 @@ struct SlotAccess {
     holds: Option<RecordIndex>,
 }
 
+/// Page-locking beside the steps, as they come to know of it.
+#[derive(Clone, Copy)]
+struct Locking {
+    /// Records from here on are not locked yet.
+    locked: u32,
+    /// Records more at each look.
+    step: u32,
+    /// No record from here on is ever locked.
+    most: u32,
+    /// What kept it from going on, at that record.
+    fails_at: Option<RecordIndex>,
+    goes_on: bool,
+}
+
 /// The simulated device.
 pub struct SimBackend {
     source: Arc<dyn RecordSource>,
@@ -87,6 +102,7 @@ pub struct SimBackend {
     workspace: u64,
     /// Of so many records the device itself can bring all but one.
     host_only: Option<u32>,
+    locking: Option<Locking>,
     log: SimLog,
     slab: Vec<u8>,
     slot_bytes: usize,
@@ -114,6 +130,7 @@ impl SimBackend {
             memory: None,
             workspace: 0,
             host_only: None,
+            locking: None,
             log: SimLog::default(),
             slab: Vec::new(),
             slot_bytes: 0,
@@ -158,6 +175,22 @@ impl SimBackend {
         self
     }
 
+    /// Page-locks `step` records more each time that steps ask for news, and none from record `most` on.
+    #[must_use]
+    pub fn locking_later(mut self, step: u32, most: u32) -> Self {
+        self.locking = Some(Locking { locked: 0, step, most, fails_at: None, goes_on: true });
+        self
+    }
+
+    /// With [`Self::locking_later`]: cannot read `record` when its turn comes.
+    #[must_use]
+    pub fn locking_fails_at(mut self, record: RecordIndex) -> Self {
+        if let Some(locking) = &mut self.locking {
+            locking.fails_at = Some(record);
+        }
+        self
+    }
+
     /// The operation log.
     pub fn log(&self) -> SimLog {
         self.log.clone()
@@ -198,6 +231,11 @@ impl SimBackend {
     /// The slab in chunks that are no multiple of a slot, so that the two straddle each other.
     fn cut(&self) -> Chunks {
         Chunks::new(self.slots.len(), self.slot_bytes, CHUNK, 1)
+    }
+
+    /// Bytes of the device's memory that are in use.
+    fn taken(&self) -> u64 {
+        self.cut().bytes_without(&self.unused) as u64 + self.workspace + self.tables.bytes
     }
 
     /// `record` is about to be written to `slot`, or read there.
@@ -292,9 +330,11 @@ impl Backend for SimBackend {
         }
         let chunks = self.cut();
         let (backed, memory) = (chunks.bytes_without(&unused) as u64, self.memory.unwrap_or(u64::MAX));
-        if backed + self.workspace > memory && backed > chunks.bytes_without(&self.unused) as u64 {
+        if backed + self.workspace + self.tables.bytes > memory
+            && backed > chunks.bytes_without(&self.unused) as u64
+        {
             let (device, what) = (self.info().device, "slots that come back".to_owned());
-            let free = memory - chunks.bytes_without(&self.unused) as u64 - self.workspace;
+            let free = memory.saturating_sub(self.taken());
             let asked = backed - chunks.bytes_without(&self.unused) as u64;
             return Err(Error::OutOfDeviceMemory { device, what, asked, free, total: memory });
         }
@@ -344,10 +384,32 @@ impl Backend for SimBackend {
         Ok(self.reached[ticket.queue.index()] >= ticket.seq)
     }
 
+    fn page_locking(&self) -> Option<PageLocking> {
+        let locking = self.locking?;
+        let directory = self.source.directory();
+        let bytes = |records: u32| (0..records).map(|r| directory.record_bytes(RecordIndex(r)) as u64).sum();
+        let (locked, total) = (bytes(locking.locked), bytes(directory.len() as u32));
+        let took = (!locking.goes_on).then_some(Duration::ZERO);
+        let why_partial = took.filter(|_| locked < total).map(|_| "the simulation ends it".to_owned());
+        Some(PageLocking { locked, total, took, why_partial })
+    }
+
+    fn use_page_locked(&mut self) -> Result<bool> {
+        let most = self.source.directory().len() as u32;
+        let Some(locking) = &mut self.locking else { return Ok(false) };
+        locking.locked = (locking.locked + locking.step).min(most).min(locking.most);
+        if let Some(id) = locking.fails_at.filter(|r| r.0 < locking.locked) {
+            let id = self.source.directory().id(id);
+            return Err(Error::FillFailed { id, reason: "the simulated disk broke".to_owned() });
+        }
+        locking.goes_on = locking.locked < most.min(locking.most);
+        Ok(locking.goes_on)
+    }
+
     fn reserve(&mut self, work: &Work<'_>) -> Result<()> {
         let (Some(memory), Work::Ffn { x, weights, .. }) = (self.memory, work) else { return Ok(()) };
         let asked = 4 * (x.dim(1)? * weights.len()) as u64;
-        let free = memory.saturating_sub(self.cut().bytes_without(&self.unused) as u64);
+        let free = memory.saturating_sub(self.taken() - self.workspace);
         if asked > free.max(self.workspace) {
             let (device, what) = (self.info().device, "a step's results".to_owned());
             return Err(Error::OutOfDeviceMemory { device, what, asked, free, total: memory });

@@ -14,9 +14,9 @@ use crate::backend::cpu::CpuBackend;
 use crate::backend::cuda::CudaOptions;
 use crate::backend::{Backend, BackendInfo, DriverKind, MOST_DEVICE_TOKENS, PeerAccess};
 use crate::error::{Error, Result};
-use crate::plan::Room;
+use crate::plan::{Room, places};
 use crate::policy::PolicyKind;
-use crate::pool::{Pool, PoolShape};
+use crate::pool::{PINNED_PART, Pool, PoolShape, most_pinned};
 use crate::predict::{Correlation, EvidenceGate, GateOptions, Predictor, Prefetch, StaleGate};
 use crate::schedule::{Engine, PrefetchEngine, PrefetchTrigger, Rules};
 use crate::stats::human_bytes;
@@ -189,6 +189,9 @@ impl<S> CacheBuilder<S> {
             PoolSetup { device: &device, source: &source, options: &options, room, cuda, rules, alone: true };
         let Made { engine, tier, mut info, mut notes, policy, drives } = pool.make(backend, of_experts)?;
         let driver = driver_in_force(options.driver, &device, of_experts, drives, &mut info, &mut notes)?;
+        if engine.waits_to_drive() {
+            info.notes.push("until all experts are page-locked, they are the host's, too".to_owned());
+        }
         tell(&notes, [&info]);
         let (takes_hints, fetches_ahead) = (engine.takes_hints(), engine.fetches_ahead());
         let core = Core {
@@ -244,12 +247,8 @@ impl PoolSetup<'_> {
             _ => directory.largest_record(),
         };
         let on_gpu = device.is_cuda();
-        let room = match options.ram {
-            Some(ram) if !on_gpu => Some(ram::room(options, &directory, ram)),
-            _ => room,
-        };
-        let mut layout = ram::layout(options, &directory, slot_bytes, room.as_ref(), on_gpu)?;
-        let tier = match ram::places(options, &directory, &layout, slot_bytes, on_gpu)? {
+        let mut layout = options.layout(&directory, slot_bytes, room.as_ref())?;
+        let tier = match places(options, &directory, layout.slots, slot_bytes, on_gpu)? {
             Some(places) => {
                 let (policy, top_k) = (options.policy, options.top_k);
                 Some(Arc::new(TieredSource::new(source.clone(), TierOptions { places, policy, top_k })?))
@@ -367,8 +366,7 @@ fn pins(
         let note = "every expert has a slot, so none is pinned".to_owned();
         return Ok((Vec::new(), (asked > 0).then_some(note)));
     }
-    // A token's own experts must find room beside them, or a step goes in waves.
-    let most = |slots: &usize| (slots / 2).min(slots.saturating_sub(options.top_k.max(1)));
+    let most = |&slots: &usize| most_pinned(slots, options.top_k, PINNED_PART);
     let mut left: Vec<usize> = shape.partitions.iter().map(most).collect();
     let (mut pins, mut known) = (Vec::new(), vec![false; directory.len()]);
     for &id in &options.pinned {
@@ -381,7 +379,7 @@ fn pins(
     }
     let note = (pins.len() < asked).then(|| {
         format!(
-            "{} of {asked} experts are pinned: up to half of the slots that a layer competes for",
+            "{} of {asked} experts are pinned: up to an eighth of the slots that a layer competes for",
             pins.len()
         )
     });
@@ -455,6 +453,9 @@ impl CacheBuilder<ExpertStore> {
         let (specs, layouts): (Vec<_>, Vec<_>) = experts.iter().copied().unzip();
         self.cuda = self.cuda.with_experts(experts);
         let advice = ram::advice(&self.options, &self.store);
+        // Who drives several devices is settled once, and so is who prefetches.
+        let settled = self.devices.as_slice().len() > 1 || self.options.prefetch != Prefetch::Off;
+        self.cuda.page_lock_later &= !settled;
         let mut core = match self.devices.as_slice().len() {
             0 | 1 => {
                 if let Some(make) = make {

@@ -89,7 +89,7 @@ pub struct CacheOptions {
     /// on the CPU too. Default: what is free.
     pub budget: Option<u64>,
     /// Experts that stay in slots for good, most wanted first: they are brought when the cache is built, and are never
-    /// victims. As many as fit half of the slots that a layer competes for; a token's worth stays free for the others.
+    /// victims. As many as fit an eighth of the slots that a layer competes for; a token's worth stays free for the others.
     pub pinned: Vec<ExpertId>,
     /// Most host memory for records, in bytes; on the CPU slots are part of it, on a GPU page-locked memory is. Those that
     /// it does not hold stay where the source has them, and are brought as they are needed by threads of their own, with
@@ -124,7 +124,7 @@ impl CacheOptions {
                 };
                 Some(room(name, cuda_memory(device)?.0, true))
             }
-            _ => match (machine::ram_available(), self.budget) {
+            _ => match (machine::ram_available(), self.budget.or(self.ram)) {
                 // What the page cache holds counts as taken there, so it is no end.
                 (_, Some(_)) => Some(room("this machine".to_owned(), u64::MAX, false)),
                 (free, None) => free.map(|free| room("this machine".to_owned(), free, false)),
@@ -148,6 +148,7 @@ impl CacheOptions {
 /// What a cache will use: computed from the options and a directory alone.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Layout {
+    pub(super) slots: SlotPlan,
     pub(super) shape: PoolShape,
     pub(super) prefetch: Prefetch,
     /// How prompts are served.
@@ -164,7 +165,8 @@ impl CacheOptions {
         slot_bytes: usize,
         room: Option<&Room>,
     ) -> Result<Layout> {
-        let SlotPlan { slots, staging, ring } = SlotPlan::new(self, directory, slot_bytes, room)?;
+        let plan = SlotPlan::new(self, directory, slot_bytes, room)?;
+        let SlotPlan { slots, staging, ring } = plan;
         let experts: Vec<usize> = directory.layers().iter().map(|e| e.experts).collect();
         let mut notes = Vec::new();
         let resident = slots == directory.len();
@@ -192,7 +194,7 @@ impl CacheOptions {
             true => top_k,
             false => experts.iter().map(|&n| n.min(top_k)).sum(),
         };
-        Ok(Layout { shape, prefetch, stream, least, notes })
+        Ok(Layout { slots: plan, shape, prefetch, stream, least, notes })
     }
 
     pub(crate) fn prefetch_width(&self) -> usize {

@@ -4,6 +4,17 @@ use super::{Pool, SlotState};
 use crate::backend::SlotId;
 use crate::store::RecordIndex;
 
+/// The part of a partition's slots that records may hold for good, at most. The policies in force know by themselves what is
+/// hot: of what was tried on recorded traces an eighth gains where pinning gains at all, and loses least where it does not
+/// (comoe-bench/RESULTS-pins.md).
+pub(crate) const PINNED_PART: f64 = 1.0 / 8.0;
+
+/// Records that may stay for good in `part` of `slots` slots, rounded up: a token's own experts find room beside them, or a
+/// step would go in waves.
+pub(crate) fn most_pinned(slots: usize, top_k: usize, part: f64) -> usize {
+    ((slots as f64 * part).ceil() as usize).min(slots.saturating_sub(top_k.max(1)))
+}
+
 impl Pool {
     /// Gives `record`, which is nowhere, a free slot of the layer's partition for good: it is never a victim. Its state is
     /// `Loading`, and that is no access. `None` when no slot is free.

@@ -6,6 +6,7 @@
 //! capacity leaves its surplus uninserted. Accesses are counted over generated tokens, the prompt warms.
 
 mod batch;
+mod pins;
 mod predict;
 #[cfg(test)]
 mod tests;
@@ -16,6 +17,7 @@ use std::ops::Range;
 use std::str::FromStr;
 
 pub use batch::{BatchOptions, BatchScore, Eviction, Grouping, replay_batches};
+pub use pins::replay_pinned;
 pub use predict::{PredictOptions, PredictScore, PredictorKind, evaluate, recall_by_layer};
 
 use crate::cache::Scope;
@@ -158,11 +160,23 @@ pub(crate) struct Partition<P: EvictionPolicy + ?Sized = dyn EvictionPolicy> {
     /// Step in which each record was last a member of the set: members of the current one may not leave.
     member: Vec<u32>,
     now: u32,
+    /// Records that never leave.
+    kept: Vec<bool>,
 }
 
 impl<P: EvictionPolicy + ?Sized> Partition<P> {
     pub(crate) fn new(policy: Box<P>, records: usize, slots: usize) -> Self {
-        Self { policy, resident: vec![false; records], held: 0, slots, member: vec![0; records], now: 0 }
+        let (resident, kept) = (vec![false; records], vec![false; records]);
+        Self { policy, resident, held: 0, slots, member: vec![0; records], now: 0, kept }
+    }
+
+    /// Brings `records`, which are not there, for good.
+    fn keep(&mut self, records: &[u32]) {
+        for &r in records {
+            self.policy.adopt(RecordIndex(r));
+            (self.resident[r as usize], self.kept[r as usize]) = (true, true);
+            self.held += 1;
+        }
     }
 
     /// Whether the record is in a slot.
@@ -189,8 +203,8 @@ impl<P: EvictionPolicy + ?Sized> Partition<P> {
                 continue;
             }
             if self.held == self.slots {
-                let member = &self.member;
-                let victim = self.policy.victim(&|v| member[v.0 as usize] != now);
+                let (member, kept) = (&self.member, &self.kept);
+                let victim = self.policy.victim(&|v| member[v.0 as usize] != now && !kept[v.0 as usize]);
                 match victim.filter(|&v| admits(&self.policy, record, v)) {
                     Some(victim) => self.evict(victim),
                     None => {

@@ -320,3 +320,29 @@ fn the_stale_gate_is_judged_by_the_guesses_in_the_trace() {
     assert!(missing.contains("comoe trace record --stale-gate"), "{missing}");
     assert!(!PredictorKind::for_trace(&plain).contains(&PredictorKind::StaleGate));
 }
+
+#[test]
+fn pinned_records_are_always_hit_and_none_is_as_without() {
+    // Expert 0 comes every third time, too seldom for a least recently used one of three slots, and the others in turn.
+    let set =
+        |t: u32| if t.is_multiple_of(3) { vec![0, 1 + t % 4] } else { vec![1 + t % 4, 1 + (t + 1) % 4] };
+    let tokens: Vec<_> = (0..60).map(|t| (0, true, vec![set(t)])).collect();
+    let trace = made(&info(&[(0, 5)], 2), &tokens);
+    let halves = |part| replay_pinned(&trace, PolicyKind::Lru, Scope::Layer, 3, part);
+    let without =
+        replay_span(&trace, ReplayPolicy::Online(PolicyKind::Lru), Scope::Layer, 3, Span::SecondHalf);
+    assert_eq!(halves(0.0), without);
+    assert_eq!(without.accesses, 60);
+    // One may be pinned of three slots, with a token's two beside it.
+    let one = halves(0.5);
+    assert_eq!(halves(1.0), one, "a token's experts find room");
+    let hottest_in = |range: std::ops::Range<u32>| {
+        let uses = |e| range.clone().flat_map(set).filter(|x| *x == e).count();
+        (0..5).max_by_key(|&e| (uses(e), Reverse(e))).map(|e| (e, uses(e))).unwrap()
+    };
+    let hottest = hottest_in(0..30).0;
+    let uses = (30..60).flat_map(set).filter(|e| *e == hottest).count() as u64;
+    assert!(one.hits >= uses && one != without, "{one:?} {without:?}");
+    // With a slot for each, all that the first half has seen is hit.
+    assert_eq!(replay_pinned(&trace, PolicyKind::Lru, Scope::Layer, 5, 0.25).hits, 60);
+}

@@ -37,8 +37,8 @@ struct Ahead {
 }
 
 impl Engine {
-    /// Lets the device drive steps of few tokens from here on, or says why it cannot, or should not where that was not
-    /// `asked` for. Where guesses are the caller's, prefetching is the device's from then on, too, if it is `alone`.
+    /// Lets the device drive steps of few tokens from here on, or from when all is page-locked, where that goes on; or says why
+    /// it cannot, or should not where that was not `asked` for. Where guesses are the caller's, prefetching is the device's from then on, too, if it is `alone`.
     pub(crate) fn offer_device(&mut self, asked: DriverKind, alone: bool) -> std::result::Result<(), String> {
         if let Some(prefetch) = &self.prefetch {
             if !prefetch.predictor.takes_hints() {
@@ -64,11 +64,17 @@ impl Engine {
                 "records of {largest} arrive sooner by copies than by kernels that read them"
             ));
         }
+        let shares = shape.partitions.len() < shape.partition_of.len();
         match &limits.partial {
+            // Who prefetches is settled once.
+            Some(_) if self.locking.goes_on && self.prefetch.is_none() && (!by_name || shares) => {
+                self.locking.offer = Some(asked);
+                return Ok(());
+            }
             // A token that is cut short at every other layer takes longer than the host's round trips.
             Some(why) if !by_name => return Err(format!("{why} (driver device would run tokens again)")),
             // A later layer must not take away what an earlier one of the same token was brought.
-            Some(why) if shape.partitions.len() < shape.partition_of.len() => {
+            Some(why) if shares => {
                 let advice = "give each its own (scope layer, more slots)";
                 return Err(format!("{why}, and layers share their slots: {advice}"));
             }
@@ -95,6 +101,7 @@ impl Engine {
     /// Takes back [`Self::offer_device`].
     pub(crate) fn withdraw_device(&mut self) {
         self.drive.offered = false;
+        self.locking.offer = None;
     }
 
     /// Why some records only the host can bring to this device, if so.

@@ -168,18 +168,23 @@ impl Engine {
     }
 
     /// Runs `f`, which may find that memory is short before it has changed anything. Then slots give up what is missing, for
-    /// good, and it runs once more. An error stops the cache.
+    /// good, and it runs once more. An error stops the cache, but for memory that is short all the same: the caller may find
+    /// some and ask again.
     pub(super) fn with_memory<R>(&mut self, mut f: impl FnMut(&mut Self) -> Result<R>) -> Result<R> {
         if let Some(first) = &self.failed {
             return Err(Error::Stopped { first: first.clone() });
         }
+        let error = match f(self) {
+            Err(error @ Error::OutOfDeviceMemory { .. }) => error,
+            other => return self.guarded(|_| other),
+        };
+        if !self.give_way(&error) {
+            // What was missing first says more than why nothing could be done about it.
+            return Err(error);
+        }
         match f(self) {
-            Err(error) => match self.give_way(&error) {
-                true => self.guarded(f),
-                // What was missing first says more than why nothing could be done about it.
-                false => self.guarded(|_| Err(error)),
-            },
-            done => done,
+            Err(error @ Error::OutOfDeviceMemory { .. }) => Err(error),
+            other => self.guarded(|_| other),
         }
     }
 

@@ -38,6 +38,7 @@ impl Engine {
     /// As [`Engine::device_step`].
     pub(crate) fn begin_token(&mut self, tokens: usize, top_k: usize) -> Result<bool> {
         self.leave_token();
+        self.follow_page_locking()?;
         if !self.drive.offered || !self.device_fits(tokens, top_k) {
             return Ok(false);
         }
@@ -46,7 +47,7 @@ impl Engine {
             self.host_owns()?;
         }
         self.report_fault(false)?;
-        self.guarded(Self::device_owns)?;
+        self.with_memory(Self::device_owns)?;
         self.drive.token = Some(Token::default());
         Ok(true)
     }
@@ -76,7 +77,7 @@ impl Engine {
             );
             return Err(Error::BadArgument { what: "token", reason });
         }
-        self.guarded(Self::device_owns)?;
+        self.with_memory(Self::device_owns)?;
         Ok(false)
     }
 

@@ -129,6 +129,12 @@ impl TieredSource {
         self.shared.hold(record)
     }
 
+    /// Has all of the places' memory backed now, by all threads, where one would do it while it is page-locked.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn populate(&self) {
+        self.shared.memory.populate();
+    }
+
     /// The places' memory: where it begins, and the bytes of each place.
     #[cfg(feature = "cuda")]
     pub(crate) fn memory(&self) -> (*mut u8, usize) {

@@ -1,6 +1,7 @@
 //! What every backend must do, whatever it is: run by `backends.rs` for the CPU and the simulation, and by `gpu.rs` for
 //! CUDA. A backend is given as a function from a source to itself.
 
+mod locking;
 mod pins;
 mod resize;
 mod several;
@@ -18,6 +19,7 @@ use comoe_core::{
     ExpertStore, PeerAccess, PolicyKind, Prefetch, PrefetchTrigger, RecordCache, Result, Scope, WeightOn,
 };
 
+pub(crate) use locking::tokens_are_served_while_pages_are_locked;
 pub(crate) use resize::slots_come_and_go;
 pub(crate) use several::{several_devices, several_devices_in_brief};
 pub(crate) use tokens::tokens_run_again_until_all_is_there;

@@ -9,21 +9,21 @@ use super::{Experts, Make, PolicyKind, cache, calls, run};
 /// Pinned experts are there from the start and never leave, whatever is asked for; output is the resident run's, and hits
 /// on them are counted apart. Uses are counted by record, whoever drives.
 pub(crate) fn pinned_experts_never_leave(device: &Device, make: Make<'_>) {
-    const EXPERTS: usize = 8;
+    const EXPERTS: usize = 24;
     let experts = Experts::random(ExpertSpec::swiglu(64, 48), ExpertFormat::INT8, 2, EXPERTS, 23);
     let id = |layer, expert| ExpertId { layer, expert };
-    // Four of a layer's eight slots may be pinned by layer, three of seven in one pool for both.
+    // Three of a layer's eighteen slots may be pinned, three of twenty in one pool for both, and always one.
     let asked = [id(0, 7), id(1, 0), id(0, 6), id(0, 7), id(0, 5), id(0, 1)];
     let mut calls = calls(&experts, device, DType::F32, 60, 2, 9);
     calls.extend(super::calls(&experts, device, DType::F32, 6, 40, 6));
     let resident = cache(&experts, device, make, CacheOptions::default());
     let want: Vec<_> = calls.iter().map(|c| run(&resident, c)).collect();
     for (slots, scope, policy, pins) in [
-        (12, Scope::Layer, PolicyKind::Lru, vec![6, 7, 8, 5]),
-        (12, Scope::Layer, PolicyKind::Aged, vec![6, 7, 8, 5]),
-        (12, Scope::Layer, PolicyKind::Blend, vec![6, 7, 8, 5]),
-        (7, Scope::Global, PolicyKind::Aged, vec![6, 7, 8]),
-        (8, Scope::Layer, PolicyKind::Auto, vec![7, 8]),
+        (36, Scope::Layer, PolicyKind::Lru, vec![6, 7, 24, 5]),
+        (36, Scope::Layer, PolicyKind::Aged, vec![6, 7, 24, 5]),
+        (36, Scope::Layer, PolicyKind::Blend, vec![6, 7, 24, 5]),
+        (20, Scope::Global, PolicyKind::Aged, vec![6, 7, 24]),
+        (8, Scope::Layer, PolicyKind::Auto, vec![7, 24]),
     ] {
         let mut pins: Vec<RecordIndex> = pins.into_iter().map(RecordIndex).collect();
         pins.sort_unstable();
@@ -79,8 +79,8 @@ pub(crate) fn pinned_experts_never_leave(device: &Device, make: Make<'_>) {
             })
             .build()
     };
-    let all = build(16, id(0, 1)).unwrap();
+    let all = build(2 * EXPERTS, id(0, 1)).unwrap();
     assert_eq!(all.stats().pinned_slots, 0);
     assert!(all.notes().iter().any(|n| n.contains("none is pinned")), "{:?}", all.notes());
-    assert!(matches!(build(8, id(0, 8)), Err(Error::UnknownExpert { .. })));
+    assert!(matches!(build(8, id(0, EXPERTS)), Err(Error::UnknownExpert { .. })));
 }

@@ -31,14 +31,6 @@ pub(crate) fn tokens_run_again_until_all_is_there(device: &Device, whole: Make<'
         let some = cache(&experts, device, partial, options);
         assert_eq!((all.driver(), some.driver()), (DriverKind::Device, DriverKind::Device));
         assert!(some.drives_tokens(1, TOP_K));
-        // Each of a token's steps works on what the one before made.
-        let steps = |cache: &ExpertCache, calls: &[Call]| -> Result<Vec<f32>> {
-            let mut x = calls[0].x.clone();
-            for (layer, call) in calls.iter().enumerate() {
-                x = (&x + cache.layer(layer).forward(&x, &call.ids, &call.weights)?)?;
-            }
-            Ok(x.flatten_all()?.to_vec1()?)
-        };
         let (mut noise, mut tokens, mut runs) = (Noise(slots as u64), 0, 0);
         for round in 0..60 {
             // Now and then a step of the host's in between.
@@ -110,8 +102,23 @@ pub(crate) fn tokens_run_again_until_all_is_there(device: &Device, whole: Make<'
     }
 }
 
+/// Each of a token's steps works on what the one before made.
+pub(super) fn steps(cache: &ExpertCache, calls: &[Call]) -> Result<Vec<f32>> {
+    let mut x = calls[0].x.clone();
+    for (layer, call) in calls.iter().enumerate() {
+        x = (&x + cache.layer(layer).forward(&x, &call.ids, &call.weights)?)?;
+    }
+    Ok(x.flatten_all()?.to_vec1()?)
+}
+
 /// A call of `tokens` tokens, each with `top_k` different experts.
-fn fixed_call(experts: &Experts, device: &Device, tokens: usize, top_k: usize, noise: &mut Noise) -> Call {
+pub(super) fn fixed_call(
+    experts: &Experts,
+    device: &Device,
+    tokens: usize,
+    top_k: usize,
+    noise: &mut Noise,
+) -> Call {
     let (hidden, count) = (experts.spec.hidden, experts.directory.layers()[0].experts);
     let x = Tensor::from_vec(noise.floats(tokens * hidden, 1.0), (tokens, hidden), device).unwrap();
     let ids: Vec<u32> = (0..tokens)

@@ -15,6 +15,7 @@ mod device_timing;
 mod elastic;
 mod gemm;
 mod kernels;
+mod later;
 mod one_token;
 mod peers;
 mod pins;

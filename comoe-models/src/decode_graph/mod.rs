@@ -377,6 +377,8 @@ impl<'m> DeviceSteps<'m> {
         }
         let Some(mut fused) = self.decoder.fused() else { return Ok(false) };
         if !fused.is_ready(reach) {
+            let by_host = !self.decoder.experts().drives_tokens(1, top_k);
+            self.note = by_host.then(|| HOST_DRIVEN.to_owned());
             return Ok(false);
         }
         let token = self.decoder.experts().begin_token(1, top_k)?;

@@ -1,12 +1,13 @@
 //! A sequence that outgrows its plan on a GPU, under captured graphs: the experts' slots give up the memory and get it back.
 
 use candle_core::DType;
-use comoe_core::{CacheOptions, Capacity, DriverKind, ExpertFormat};
+use comoe_core::{CacheOptions, Capacity, DriverKind, ExpertFormat, cuda_give_back, cuda_memory};
 use comoe_models::{Decoder, DeviceSteps, LoadOptions, Rows};
+use cudarc::driver::result;
 
 use crate::files::prompts;
 use crate::graph::{Run, drawn, kept, open, same};
-use crate::tiny::converted;
+use crate::tiny::{GPU, converted};
 
 /// `n` tokens of one sequence that grows as it goes, from its planned context on, and is then cut back.
 fn grow(decoder: &Decoder, n: usize, graph: bool) -> (Run, usize) {
@@ -139,4 +140,78 @@ fn a_graph_holds_while_slots_come_and_go() {
     );
     assert!(stats.resizes > 20 && stats.least_slots < 20, "{stats}");
     few.experts().check().expect("slots equal the store");
+}
+
+/// Another program's memory: all of the GPU's but `left` bytes.
+struct Hog(Vec<u64>);
+
+impl Hog {
+    fn all_but(left: u64) -> Self {
+        let mut held = Vec::new();
+        for piece in [1 << 30, 64 << 20, 2 << 20] {
+            while cuda_memory(&GPU).expect("a GPU").0 >= left + piece {
+                // SAFETY: the device is open and its context bound; `Drop` frees it once.
+                let Ok(at) = (unsafe { result::malloc_sync(piece as usize) }) else { break };
+                held.push(at);
+            }
+        }
+        Self(held)
+    }
+}
+
+impl Drop for Hog {
+    fn drop(&mut self) {
+        for at in self.0.drain(..) {
+            // SAFETY: allocated by `all_but`, and used by nobody.
+            let _ = unsafe { result::free_sync(at) };
+        }
+    }
+}
+
+/// Issue 7: memory that is gone when a prompt's activations want it, in the middle of a sequence, comes from the slots.
+#[test]
+#[ignore = "needs a CUDA device"]
+fn a_step_that_finds_no_memory_is_made_again_with_that_of_slots() {
+    let prompt = prompts()[0].repeat(60);
+    let prompt = &prompt[..1000];
+    for driver in [DriverKind::Device, DriverKind::Host] {
+        let cache = CacheOptions { capacity: Capacity::Slots(90), driver, ..CacheOptions::default() };
+        // In F32 attention keeps scores, which the slack of the driver's pool has no room for.
+        let decoder = open(&LoadOptions { dtype: DType::F32, cache, ..LoadOptions::default() });
+        let logits = |decoder: &Decoder| -> comoe_models::Result<Vec<f32>> {
+            let mut kv = decoder.new_kv()?;
+            let (first, rest) = prompt.split_at(9);
+            decoder.forward(first, &mut kv, Rows::Last)?;
+            Ok(decoder.forward(rest, &mut kv, Rows::Last)?.flatten_all()?.to_vec1()?)
+        };
+        // Kernels are loaded, and what only grows has grown, before memory is gone.
+        let want = logits(&decoder).expect("a prompt");
+        let mut kv = decoder.new_kv().expect("a KV cache");
+        decoder.forward(&prompt[..9], &mut kv, Rows::Last).expect("a prompt");
+        let mut lent = None;
+        // From what the driver's pool is content with to what it is not, in steps of less than slots can give.
+        for left in (0..25u64).rev().map(|n| n * (8 << 20)) {
+            cuda_give_back(&GPU).expect("a GPU");
+            let hog = Hog::all_but(left);
+            let got = decoder.forward(&prompt[9..], &mut kv, Rows::Last);
+            let force = decoder.experts().slots_in_force();
+            println!(
+                "{driver}: {} MiB left: {} of {} slots, {}",
+                left >> 20,
+                force.slots,
+                force.most,
+                got.is_ok()
+            );
+            drop(hog);
+            let got = got.and_then(|y| Ok(y.flatten_all()?.to_vec1::<f32>()?)).expect("slots make room");
+            assert!(got.iter().zip(&want).all(|(a, b)| a.to_bits() == b.to_bits()), "{driver}, {left} left");
+            kv.truncate(9);
+            if force.slots < force.most {
+                lent = Some(force.slots);
+                break;
+            }
+        }
+        assert!(lent.is_some(), "{driver}: memory never ran out");
+        decoder.experts().check().expect("slots equal the store");
+    }
 }

@@ -1,28 +1,24 @@
 //! The arena: a copy of every record in page-locked memory, as far as memory and the driver allow.
 //!
-//! Records that find no place stay with the source and pass through a bounce buffer when they are needed. So there is
-//! never a pageable second copy of a record.
+//! Records that find no place, or have none yet, stay with the source and pass through a bounce buffer when they are needed.
+//! So there is never a pageable second copy of a record.
 
-use std::sync::atomic::{AtomicU64, Ordering};
+mod load;
 
-use rayon::prelude::*;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::thread::JoinHandle;
+use std::time::Duration;
 
+use self::load::Loader;
 use super::CudaOptions;
 use super::context::Gpu;
 use super::pinned::LockedMap;
 use super::sender::Piece;
+use crate::backend::PageLocking;
 use crate::error::{Error, Result};
-use crate::expert::RECORD_ALIGN;
-use crate::machine;
 use crate::stats::human_bytes;
 use crate::store::{RecordIndex, RecordSource};
-
-/// Most bytes registered at once. No record straddles two registrations: one copy must lie inside one.
-const CHUNK: usize = 1 << 30;
-/// Progress is told once per so many bytes.
-const PROGRESS: u64 = 64 << 20;
-/// What stays free for everybody else: at least this, or a sixteenth of all memory.
-const LEAVE_FREE: u64 = 2 << 30;
 
 /// Where a record lies in page-locked memory.
 #[derive(Debug, Clone, Copy)]
@@ -41,235 +37,141 @@ impl Place {
     }
 }
 
-/// Page-locked records.
+/// Page-locked records. What has a place keeps it.
 pub(super) struct Arena {
-    places: Vec<Option<Place>>,
-    // Keeps what `places` points to.
-    _chunks: Vec<LockedMap>,
-    locked: u64,
-    total: u64,
-    why_partial: Option<String>,
+    shared: Arc<Shared>,
+    /// Where loading goes on beside the steps.
+    loader: Option<JoinHandle<()>>,
 }
 
-/// Records of one chunk, with their offsets in it.
-struct Plan {
-    records: Vec<(RecordIndex, usize, usize)>,
-    bytes: usize,
+/// What the loader fills.
+struct Shared {
+    places: Vec<OnceLock<Place>>,
+    /// Keep what `places` points to.
+    chunks: Mutex<Vec<LockedMap>>,
+    locked: AtomicU64,
+    total: u64,
+    ended: OnceLock<Ended>,
+    failure: Mutex<Option<Error>>,
+    /// Nobody wants the rest any more.
+    closing: AtomicBool,
+}
+
+/// How loading ended.
+struct Ended {
+    whole: bool,
+    why_partial: Option<String>,
+    took: Duration,
+}
+
+impl Ended {
+    fn why(&self) -> String {
+        self.why_partial.clone().unwrap_or_else(|| "memory ran out".to_owned())
+    }
 }
 
 impl Arena {
-    /// Reads the records of `source` into page-locked memory.
+    /// Reads the records of `source` into page-locked memory, or begins to, where that is to go on beside the steps.
     ///
     /// # Errors
     /// What the source says when a record cannot be read. Memory that cannot be had or locked is no error: the arena
     /// is then partial.
-    pub(super) fn load(gpu: &Gpu, source: &dyn RecordSource, options: &CudaOptions) -> Result<Self> {
+    pub(super) fn load(gpu: &Gpu, source: &Arc<dyn RecordSource>, options: &CudaOptions) -> Result<Self> {
         let directory = source.directory();
-        let total = directory.total_bytes();
-        let mut this = Self {
-            places: vec![None; directory.len()],
-            _chunks: Vec::new(),
-            locked: 0,
-            total,
-            why_partial: None,
+        let shared = Arc::new(Shared {
+            places: (0..directory.len()).map(|_| OnceLock::new()).collect(),
+            chunks: Mutex::default(),
+            locked: AtomicU64::new(0),
+            total: directory.total_bytes(),
+            ended: OnceLock::new(),
+            failure: Mutex::default(),
+            closing: AtomicBool::new(false),
+        });
+        let loader = Loader::new(gpu, source, options, &shared);
+        if !options.page_lock_later || !loader.has_room() {
+            loader.run()?;
+            return Ok(Self { shared, loader: None });
+        }
+        let run = move || {
+            let shared = loader.shared.clone();
+            let done = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| loader.run()));
+            let failure = match done {
+                Ok(Ok(())) => return,
+                Ok(Err(error)) => error,
+                Err(_) => Error::HostMemory {
+                    what: "page-locking experts".to_owned(),
+                    reason: "the store panicked".to_owned(),
+                },
+            };
+            *shared.failure.lock().unwrap_or_else(PoisonError::into_inner) = Some(failure);
         };
-        let padded = directory
-            .layers()
-            .iter()
-            .map(|l| (l.experts * l.record_bytes.next_multiple_of(RECORD_ALIGN)) as u64);
-        let (budget, why) = budget(padded.sum(), options);
-        this.why_partial = why;
-        let mut left = budget;
-        let mut next = 0;
-        while next < directory.len() {
-            let plan = plan(source, &mut next, left);
-            if plan.records.is_empty() {
-                break;
-            }
-            left -= plan.bytes as u64;
-            if !this.load_chunk(gpu, source, &plan, options)? {
-                let limit = machine::lock_limit().map_or("unlimited".to_owned(), human_bytes);
-                this.why_partial = Some(format!(
-                    "the driver refused to page-lock more (`ulimit -l` is {limit}; raise it, or give a container \
-                     --ulimit memlock=-1)"
-                ));
-                break;
-            }
-        }
-        if this.is_whole() {
-            source.release();
-        }
-        if let Some(progress) = &options.progress {
-            progress(this.locked, total);
-        }
-        Ok(this)
-    }
-
-    /// Whether the whole chunk could be locked.
-    fn load_chunk(
-        &mut self,
-        gpu: &Gpu,
-        source: &dyn RecordSource,
-        plan: &Plan,
-        options: &CudaOptions,
-    ) -> Result<bool> {
-        let mut map = LockedMap::new(gpu, plan.bytes)?;
-        // Filled before it is locked: many threads fault the pages in, where locking would do it with one.
-        let mut rest = map.bytes_mut();
-        let mut begun = 0;
-        let mut parts = Vec::with_capacity(plan.records.len());
-        for &(record, at, len) in &plan.records {
-            let (part, behind) = std::mem::take(&mut rest)[at - begun..].split_at_mut(len);
-            parts.push((record, part));
-            rest = behind;
-            begun = at + len;
-        }
-        let done = AtomicU64::new(self.locked);
-        parts.into_par_iter().try_for_each(|(record, part)| {
-            source.fetch(record, part)?;
-            let before = done.fetch_add(part.len() as u64, Ordering::Relaxed);
-            let now = before + part.len() as u64;
-            if let Some(progress) = &options.progress
-                && before / PROGRESS != now / PROGRESS
-            {
-                progress(now, self.total);
-            }
-            Ok::<_, Error>(())
+        let thread = std::thread::Builder::new().name("comoe-arena".to_owned()).spawn(run);
+        let thread = thread.map_err(|e| Error::HostMemory {
+            what: "starting the thread that page-locks experts".to_owned(),
+            reason: e.to_string(),
         })?;
-
-        let most = options.page_lock_fails_at.map_or(usize::MAX, |n| n.saturating_sub(self.locked) as usize);
-        let locked = map.lock(most)?;
-        if locked > 0 {
-            let (host, device) = (map.host_address() as usize, map.device_address()?);
-            for &(record, at, len) in plan.records.iter().take_while(|(_, at, len)| at + len <= locked) {
-                self.places[record.0 as usize] = Some(Place { host: host + at, device: device + at as u64 });
-                self.locked += len as u64;
-            }
-            self._chunks.push(map);
-        }
-        Ok(locked == plan.bytes)
+        Ok(Self { shared, loader: Some(thread) })
     }
 
     pub(super) fn place(&self, record: RecordIndex) -> Option<Place> {
-        self.places[record.0 as usize]
+        self.shared.places[record.0 as usize].get().copied()
     }
 
     /// Bytes of records in page-locked memory.
     pub(super) fn locked(&self) -> u64 {
-        self.locked
+        self.shared.locked.load(Ordering::Acquire)
     }
 
+    /// Whether every record has a place.
     pub(super) fn is_whole(&self) -> bool {
-        self.places.iter().all(Option::is_some)
+        self.shared.ended.get().is_some_and(|ended| ended.whole)
+    }
+
+    /// Whether more records may get a place.
+    pub(super) fn goes_on(&self) -> bool {
+        self.shared.ended.get().is_none()
+    }
+
+    /// What kept the loader from going on, once.
+    pub(super) fn take_failure(&self) -> Option<Error> {
+        self.shared.failure.lock().unwrap_or_else(PoisonError::into_inner).take()
+    }
+
+    pub(super) fn locking(&self) -> PageLocking {
+        let ended = self.shared.ended.get();
+        let why_partial = ended.filter(|ended| !ended.whole).map(Ended::why);
+        PageLocking {
+            locked: self.locked(),
+            total: self.shared.total,
+            took: ended.map(|ended| ended.took),
+            why_partial,
+        }
     }
 
     /// What is in force, for people to read.
     pub(super) fn note(&self) -> String {
-        let all = human_bytes(self.total);
-        if self.is_whole() {
+        let all = human_bytes(self.shared.total);
+        let Some(ended) = self.shared.ended.get() else {
+            return format!("experts ({all}) are read and page-locked while it answers");
+        };
+        if ended.whole {
             return format!("all experts ({all}) are in page-locked memory");
         }
-        let why = self.why_partial.as_deref().unwrap_or("memory ran out");
+        let why = ended.why();
         format!(
             "{} of {all} of the experts are in page-locked memory: {why}; the others pass through a page-locked \
              buffer, which is slower",
-            human_bytes(self.locked)
+            human_bytes(self.locked())
         )
     }
 }
 
-/// How many of `total` bytes may be locked, and why not all.
-fn budget(total: u64, options: &CudaOptions) -> (u64, Option<String>) {
-    if options.tier.is_some() {
-        return (0, Some("RAM is given to those that are used most".to_owned()));
-    }
-    let mut budget = total;
-    let mut why = None;
-    if let Some(available) = machine::ram_available() {
-        let leave = LEAVE_FREE.max(available / 16);
-        let usable = available.saturating_sub(leave);
-        if usable < total {
-            budget = usable;
-            why = Some(format!(
-                "{} of RAM are available and {} are left free (--ram SIZE would keep those that are used most in it)",
-                human_bytes(available),
-                human_bytes(leave)
-            ));
+impl Drop for Arena {
+    fn drop(&mut self) {
+        self.shared.closing.store(true, Ordering::Release);
+        if let Some(loader) = self.loader.take() {
+            // A loader that panicked has said so.
+            let _ = loader.join();
         }
-    }
-    if let Some(limit) = options.page_lock_limit
-        && limit < budget
-    {
-        budget = limit;
-        why = Some(format!("a limit of {} was asked for", human_bytes(limit)));
-    }
-    (budget, why)
-}
-
-/// The next chunk from record `next` on, of at most `left` bytes; empty when not even one record fits.
-fn plan(source: &dyn RecordSource, next: &mut usize, left: u64) -> Plan {
-    let directory = source.directory();
-    let mut plan = Plan { records: Vec::new(), bytes: 0 };
-    while *next < directory.len() {
-        let record = RecordIndex(*next as u32);
-        let len = directory.record_bytes(record);
-        let end = plan.bytes + len.next_multiple_of(RECORD_ALIGN);
-        if end as u64 > left || (end > CHUNK && !plan.records.is_empty()) {
-            break;
-        }
-        plan.records.push((record, plan.bytes, len));
-        plan.bytes = end;
-        *next += 1;
-    }
-    plan
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::store::Directory;
-
-    struct Zeroes(Directory);
-
-    impl RecordSource for Zeroes {
-        fn directory(&self) -> &Directory {
-            &self.0
-        }
-
-        fn read(&self, _: RecordIndex, out: &mut [u8]) -> Result<()> {
-            out.fill(0);
-            Ok(())
-        }
-    }
-
-    #[test]
-    fn chunks_hold_whole_records_within_their_size_and_the_budget() {
-        let record = 300 << 20;
-        let source = Zeroes(Directory::new([(0, 5, record), (1, 3, 100)]).unwrap());
-        let mut next = 0;
-        let mut sizes = Vec::new();
-        let mut left = u64::MAX;
-        while next < 8 {
-            let plan = plan(&source, &mut next, left);
-            left -= plan.bytes as u64;
-            sizes.push((plan.records.len(), plan.bytes));
-        }
-        assert_eq!(sizes, [(3, 3 * record), (5, 2 * record + 3 * 512)]);
-
-        // A record larger than a chunk has one of its own.
-        let source = Zeroes(Directory::new([(0, 2, 2 * CHUNK)]).unwrap());
-        let mut next = 0;
-        assert_eq!(plan(&source, &mut next, u64::MAX).records.len(), 1);
-        // The budget ends the arena between two records.
-        assert_eq!(plan(&source, &mut next, CHUNK as u64).records.len(), 0);
-        assert_eq!(next, 1);
-    }
-
-    #[test]
-    fn the_budget_obeys_the_limit_asked_for_and_says_so() {
-        let options = CudaOptions { page_lock_limit: Some(1000), ..CudaOptions::default() };
-        let (budget, why) = budget(5000, &options);
-        assert_eq!(budget, 1000);
-        assert!(why.unwrap().contains("1000 B"));
     }
 }

@@ -26,8 +26,8 @@ use super::timeline::Timelines;
 use super::upload::{UploadRing, bytes_of};
 use super::workspace::MOST_GEMV_TOKENS;
 use crate::backend::{
-    Backend, BackendInfo, BackendMemory, Chunks, DeviceDriver, Fill, Queue, SlotId, Ticket, TransferTime,
-    Work, WorkItem,
+    Backend, BackendInfo, BackendMemory, Chunks, DeviceDriver, Fill, PageLocking, Queue, SlotId, Ticket,
+    TransferTime, Work, WorkItem,
 };
 use crate::error::{Error, Result};
 use crate::expert::{ExpertLayout, ExpertSpec, WeightOn};
@@ -44,6 +44,8 @@ pub struct CudaBackend {
     // In order of dropping: first who enqueues, then what is used, then the memory.
     copies: Option<Copies>,
     step: Option<Step>,
+    /// Memory for the result of the step that `reserve` announced.
+    result: Option<Tensor>,
     pub(super) kernels: Arc<Kernels>,
     pub(super) upload: UploadRing,
     pub(super) hidden: Workspace,
@@ -57,6 +59,10 @@ pub struct CudaBackend {
     pub(super) compute: Compute,
     timelines: Arc<Timelines>,
     pub(super) arena: Arc<Arena>,
+    /// Every record is in the arena, as far as steps know: see `use_page_locked`.
+    pub(super) whole: bool,
+    /// Bytes in the arena when that was last looked at; `None` where no more will come.
+    pub(super) seen_locked: Option<u64>,
     /// Where RAM holds fewer records than there are, and could be page-locked.
     tier: Option<Arc<LockedTier>>,
     pub(super) slab: Option<Slab>,
@@ -123,6 +129,11 @@ impl Workspace {
     }
 }
 
+/// Bytes of an item and of the tiles that its last assignments begin, each rounded up.
+const UPLOADED_OF_RECORD: usize = 64;
+/// Bytes of an assignment: its number, its weight, its part of a tile.
+const UPLOADED_OF_ROW: usize = 12;
+
 fn not_begun() -> Error {
     Error::BadArgument { what: "work", reason: "run or finish without begin".to_owned() }
 }
@@ -137,7 +148,7 @@ impl CudaBackend {
         let gpu = Gpu::of(device);
         gpu.bind()?;
         let kernels = Arc::new(Kernels::load(&gpu.ctx)?);
-        let arena = Arc::new(Arena::load(&gpu, &*source, &options)?);
+        let arena = Arc::new(Arena::load(&gpu, &source, &options)?);
         let tier = match &options.tier {
             Some(tier) => LockedTier::new(&gpu, tier, &options)?.map(Arc::new),
             None => None,
@@ -145,6 +156,7 @@ impl CudaBackend {
         Ok(Self {
             copies: None,
             step: None,
+            result: None,
             upload: UploadRing::new(&gpu, &kernels)?,
             kernels,
             hidden: Workspace::new(&gpu, "the experts' hidden activations")?,
@@ -154,6 +166,8 @@ impl CudaBackend {
             ahead: None,
             compute: Compute::new(&gpu)?,
             timelines: Arc::new(Timelines::new(&gpu)?),
+            whole: arena.is_whole(),
+            seen_locked: arena.goes_on().then_some(0),
             arena,
             tier,
             slab: None,
@@ -179,7 +193,7 @@ impl CudaBackend {
         }
     }
 
-    fn copies(&self) -> Result<&Copies> {
+    pub(super) fn copies(&self) -> Result<&Copies> {
         self.copies
             .as_ref()
             .ok_or(Error::BadArgument { what: "backend", reason: "allocate comes first".to_owned() })
@@ -215,8 +229,11 @@ impl CudaBackend {
         }
         let caller = self.gpu.candle_stream();
         let x = x.contiguous()?;
-        // SAFETY: `combine` writes every element before anyone reads one.
-        let y = unsafe { Tensor::empty((tokens, spec.hidden), x.dtype(), x.device()) }?;
+        let y = match self.result.take().filter(|y| y.dims() == x.dims() && y.dtype() == x.dtype()) {
+            Some(y) => y,
+            // SAFETY: `combine` writes every element before anyone reads one.
+            None => unsafe { Tensor::empty((tokens, spec.hidden), x.dtype(), x.device()) }?,
+        };
         let (x_address, y_address) = (address_of(&x, &caller)?, address_of(&y, &caller)?);
         let many = self.reserve_ffn(spec, x.dtype(), tokens, top_k)?;
         self.compute.enter(&caller)?;
@@ -518,7 +535,14 @@ impl Backend for CudaBackend {
             Work::Ffn { spec, x, top_k, .. } => {
                 self.gpu.bind()?;
                 let tokens = x.dims().first().copied().unwrap_or(0);
-                self.reserve_ffn(spec, x.dtype(), tokens, *top_k).map(drop)
+                self.reserve_ffn(spec, x.dtype(), tokens, *top_k)?;
+                let records = self.source.directory().layers().iter().map(|l| l.experts).max().unwrap_or(0);
+                self.upload.reserve(UPLOADED_OF_RECORD * records + UPLOADED_OF_ROW * tokens * top_k)?;
+                // SAFETY: `combine` writes every element before anyone reads one.
+                let result = unsafe { Tensor::empty((tokens, spec.hidden), x.dtype(), x.device()) };
+                let bytes = tokens * spec.hidden * x.dtype().size_in_bytes();
+                self.result = Some(result.map_err(|e| self.gpu.explain_result(bytes as u64, e))?);
+                Ok(())
             }
             Work::Gather { .. } => Ok(()),
         }
@@ -652,6 +676,14 @@ impl Backend for CudaBackend {
 
     /// Estimated: one batch in four and one wait in four are timed by events on the GPU, and the sums are scaled by
     /// bytes and by count. A prefetch counts while its pieces are on the link.
+    fn page_locking(&self) -> Option<PageLocking> {
+        self.options.tier.is_none().then(|| self.arena.locking())
+    }
+
+    fn use_page_locked(&mut self) -> Result<bool> {
+        self.take_page_locked()
+    }
+
     fn transfer_time(&self) -> TransferTime {
         let of = |queue| self.copies.as_ref().map_or_else(Default::default, |c| c.time(queue));
         TransferTime {

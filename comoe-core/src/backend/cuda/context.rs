@@ -27,6 +27,31 @@ fn describe(error: DriverError) -> String {
     }
 }
 
+fn is_out_of_memory(error: DriverError) -> bool {
+    error.0 == sys::cudaError_enum::CUDA_ERROR_OUT_OF_MEMORY
+}
+
+/// What the driver said, where that is behind an error of candle's.
+fn driver_error(error: &candle_core::Error) -> Option<DriverError> {
+    use candle_core::Error as E;
+    use candle_core::cuda_backend::CudaError;
+    match error {
+        E::Cuda(inner) => match inner.downcast_ref::<CudaError>() {
+            Some(CudaError::Cuda(driver) | CudaError::Load { cuda: driver, .. }) => Some(*driver),
+            _ => inner.downcast_ref::<DriverError>().copied(),
+        },
+        E::WithBacktrace { inner, .. } | E::Context { inner, .. } | E::WithPath { inner, .. } => {
+            driver_error(inner)
+        }
+        _ => None,
+    }
+}
+
+/// Whether an error of candle's is that a GPU's memory ran out.
+pub(crate) fn candle_is_out_of_memory(error: &candle_core::Error) -> bool {
+    driver_error(error).is_some_and(is_out_of_memory)
+}
+
 fn refuse(ordinal: usize, reason: String) -> Error {
     Error::Device { asked: format!("cuda:{ordinal}"), reason }
 }
@@ -203,9 +228,19 @@ impl Gpu {
         self.ctx.mem_get_info().doing("reading the GPU's memory")
     }
 
+    /// The same of an allocation of `asked` bytes for a step's result, which candle makes.
+    pub(super) fn explain_result(&self, asked: u64, error: candle_core::Error) -> Error {
+        match driver_error(&error) {
+            Some(driver) if is_out_of_memory(driver) => {
+                self.explain_allocation("a step's results", asked, driver)
+            }
+            _ => error.into(),
+        }
+    }
+
     /// An out-of-memory error that says what was wanted and what there is; other errors as they are.
     pub(super) fn explain_allocation(&self, what: &str, asked: u64, error: DriverError) -> Error {
-        if error.0 != sys::cudaError_enum::CUDA_ERROR_OUT_OF_MEMORY {
+        if !is_out_of_memory(error) {
             return Error::Cuda { what: format!("allocating {what}"), reason: describe(error) };
         }
         let (free, total) = self.memory().unwrap_or_default();

@@ -220,6 +220,14 @@ impl Copies {
         self.check()
     }
 
+    /// Every record is page-locked from here on: the buffers that others passed through go.
+    pub(super) fn need_no_bounce(&self) {
+        for lane in [&self.shared.demand, &self.shared.prefetch] {
+            // Behind the job that the worker has begun; whatever comes later finds every record in its place.
+            lock(&lane.issuer).bounce = None;
+        }
+    }
+
     /// How long the queue's copies have kept the link busy, estimated.
     pub(super) fn time(&self, queue: Queue) -> Duration {
         lock(&self.shared.lane(queue).issuer).sender.time()

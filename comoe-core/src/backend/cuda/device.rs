@@ -29,7 +29,6 @@ use crate::backend::{
 use crate::error::{Error, Result};
 use crate::expert::{ExpertLayout, ExpertSpec, WeightOn};
 use crate::pool::{PoolShape, Residency};
-use crate::store::RecordIndex;
 
 fn no_tables() -> Error {
     Error::BadArgument { what: "device driver", reason: "step before take_over".to_owned() }
@@ -304,7 +303,7 @@ impl CudaBackend {
 
 impl DeviceDriver for CudaBackend {
     fn limits(&self) -> DeviceLimits {
-        let partial = (!self.arena.is_whole()).then(|| self.memory_note());
+        let partial = (!self.whole).then(|| self.memory_note());
         let only_into_slots = partial.is_some() || !self.options.expansions.is_empty();
         // Places in a record are 32 bits there.
         let ahead = u32::try_from(self.source.directory().largest_record()).is_ok();
@@ -330,8 +329,7 @@ impl DeviceDriver for CudaBackend {
             return Err(Error::BadArgument { what: "pool", reason });
         }
         if self.tables.as_ref().is_none_or(|t| !t.fit(shape)) {
-            let place = |r| self.arena.place(RecordIndex(r)).map_or(0, |p| p.device);
-            let addresses: Vec<u64> = (0..directory.len() as u32).map(place).collect();
+            let addresses = self.addresses();
             self.tables = Some(Tables::new(&self.gpu, directory, shape, slots.count, &addresses)?);
         }
         self.tables.as_mut().ok_or_else(no_tables)?.load(shape, residency)

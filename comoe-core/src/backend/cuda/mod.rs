@@ -1,6 +1,7 @@
 //! CUDA: slots in one range of addresses, records in page-locked memory, copies on streams of their own, fused kernels.
 //!
-//! Reading order: `context` (devices), `slab`, `mapping` and `pinned` (memory), `arena` (records in page-locked memory), `tier`
+//! Reading order: `context` (devices), `slab`, `mapping` and `pinned` (memory), `arena` (records in page-locked memory), `later` (where they
+//! are locked while steps are served), `tier`
 //! (RAM that holds some of them, page-locked),
 //! `timeline` (streams and tickets), `batch`, `expand`, `sender`, `bounce` and `copies` (the copy queues), `compute` and
 //! `upload` (the compute queue), `kernels`, and the backend that puts them together, with `many` for steps of many tokens.
@@ -30,6 +31,8 @@ mod device;
 mod expand;
 #[cfg(feature = "cuda")]
 pub mod kernels;
+#[cfg(feature = "cuda")]
+mod later;
 #[cfg(feature = "cuda")]
 mod many;
 #[cfg(feature = "cuda")]
@@ -66,6 +69,8 @@ mod workspace;
 pub use ahead::SideStream;
 #[cfg(feature = "cuda")]
 pub use backend::CudaBackend;
+#[cfg(feature = "cuda")]
+pub(crate) use context::candle_is_out_of_memory;
 #[cfg(feature = "cuda")]
 pub use context::{cuda_device, cuda_device_count, cuda_give_back, cuda_memory};
 #[doc(hidden)]

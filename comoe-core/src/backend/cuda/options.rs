@@ -50,6 +50,10 @@ pub struct CudaOptions {
     /// Most host memory to page-lock for experts, in bytes. Default: as much as memory allows. What is not locked
     /// passes through a small locked buffer, which is slower; 0 locks no expert.
     pub page_lock_limit: Option<u64>,
+    /// Reads and page-locks the experts on threads of its own while the cache answers already: what is not there yet passes
+    /// through the buffer, and steps are the host's until all of it is there. Not with several devices, nor where anything is prefetched. Default:
+    /// no, a cache that is built has all that it will have.
+    pub page_lock_later: bool,
     /// What slots hold. Only for experts: a cache of other records holds them as they are.
     pub resident: ResidentFormat,
     /// By layer ordinal, once the experts are known (`with_experts`); empty: records are opaque.
@@ -61,6 +65,9 @@ pub struct CudaOptions {
     /// Pretend that the driver refuses to page-lock more than this, in bytes.
     #[doc(hidden)]
     pub page_lock_fails_at: Option<u64>,
+    /// Page-lock so many bytes at once.
+    #[doc(hidden)]
+    pub page_lock_chunk: Option<usize>,
     #[doc(hidden)]
     pub faults: Faults,
 }
@@ -100,10 +107,12 @@ impl std::fmt::Debug for CudaOptions {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("CudaOptions")
             .field("page_lock_limit", &self.page_lock_limit)
+            .field("page_lock_later", &self.page_lock_later)
             .field("resident", &self.resident)
             .field("tier", &self.tier.is_some())
             .field("progress", &self.progress.is_some())
             .field("page_lock_fails_at", &self.page_lock_fails_at)
+            .field("page_lock_chunk", &self.page_lock_chunk)
             .field("faults", &self.faults)
             .finish()
     }

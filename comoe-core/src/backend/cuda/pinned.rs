@@ -3,10 +3,10 @@
 use std::ptr::NonNull;
 
 use cudarc::driver::{DriverError, result, sys};
-use memmap2::{Advice, MmapMut, MmapOptions, UncheckedAdvice};
 
 use super::context::{Doing, Gpu};
 use crate::error::{Error, Result};
+use crate::sys::FreshMemory;
 
 /// Every context may copy from it, and kernels may read it.
 const REGISTER: u32 = sys::CU_MEMHOSTREGISTER_PORTABLE | sys::CU_MEMHOSTREGISTER_DEVICEMAP;
@@ -96,31 +96,30 @@ impl Drop for PinnedBuffer {
 /// Anonymous memory, a front part of which is page-locked.
 pub(super) struct LockedMap {
     gpu: Gpu,
-    map: MmapMut,
+    map: FreshMemory,
     locked: usize,
 }
 
 impl LockedMap {
     /// Maps `bytes` of zeroes that take no memory before they are written. Nothing is locked yet.
     pub(super) fn new(gpu: &Gpu, bytes: usize) -> Result<Self> {
-        let map = MmapOptions::new().len(bytes).map_anon().map_err(|error| Error::HostMemory {
+        let map = FreshMemory::new(bytes).map_err(|error| Error::HostMemory {
             what: format!("mapping {bytes} bytes for experts"),
             reason: error.to_string(),
         })?;
-        // Fewer pages to fault in and to lock; where the system has none of them, small pages serve.
-        let _ = map.advise(Advice::HugePage);
         Ok(Self { gpu: gpu.clone(), map, locked: 0 })
     }
 
     pub(super) fn bytes_mut(&mut self) -> &mut [u8] {
-        &mut self.map
+        self.map.bytes_mut()
     }
 
     /// Locks as long a front part as the driver grants: all, else half, and so on. Memory behind that part that has
     /// no page in common with it goes back to the system. `most` is a limit of the caller's own.
     pub(super) fn lock(&mut self, most: usize) -> Result<usize> {
         self.gpu.bind()?;
-        let mut attempt = self.map.len();
+        let bytes = self.map.bytes().len();
+        let mut attempt = bytes;
         while attempt > 0 {
             if attempt <= most && self.register(attempt)? {
                 self.locked = attempt;
@@ -129,13 +128,9 @@ impl LockedMap {
             attempt = if attempt / 2 < LEAST_LOCK { 0 } else { (attempt / 2).next_multiple_of(PAGE) };
         }
         let kept = self.locked.next_multiple_of(PAGE);
-        if kept < self.map.len() {
-            // SAFETY: private anonymous memory that the GPU does not know; it reads as zeroes afterwards, and the
-            // owner uses nothing behind `locked`.
-            let freed = unsafe {
-                self.map.unchecked_advise_range(UncheckedAdvice::DontNeed, kept, self.map.len() - kept)
-            };
-            freed.map_err(|e| Error::HostMemory {
+        if kept < bytes {
+            // The GPU does not know that part, and the owner uses nothing behind `locked`.
+            self.map.give_back(kept..bytes).map_err(|e| Error::HostMemory {
                 what: "freeing memory".to_owned(),
                 reason: e.to_string(),
             })?;
@@ -145,7 +140,7 @@ impl LockedMap {
 
     fn register(&mut self, bytes: usize) -> Result<bool> {
         // SAFETY: the range is mapped for as long as `self` lives, and `Drop` unregisters before it unmaps.
-        match unsafe { register(self.map.as_mut_ptr(), bytes) } {
+        match unsafe { register(self.map.bytes_mut().as_mut_ptr(), bytes) } {
             Ok(()) => Ok(true),
             Err(error) if locks_no_more(error) => Ok(false),
             Err(error) => Err(error).doing("page-locking experts"),
@@ -156,14 +151,16 @@ impl LockedMap {
     pub(super) fn device_address(&mut self) -> Result<u64> {
         let mut address = 0;
         // SAFETY: the front of the map is registered with DEVICEMAP (`lock` returned more than 0).
-        unsafe { sys::cuMemHostGetDevicePointer_v2(&mut address, self.map.as_mut_ptr().cast(), 0) }
-            .result()
-            .doing("mapping experts for the GPU")?;
+        unsafe {
+            sys::cuMemHostGetDevicePointer_v2(&mut address, self.map.bytes_mut().as_mut_ptr().cast(), 0)
+        }
+        .result()
+        .doing("mapping experts for the GPU")?;
         Ok(address)
     }
 
     pub(super) fn host_address(&self) -> *const u8 {
-        self.map.as_ptr()
+        self.map.bytes().as_ptr()
     }
 }
 
@@ -174,7 +171,7 @@ impl Drop for LockedMap {
         }
         self.gpu.ctx.record_err(self.gpu.ctx.synchronize());
         // SAFETY: registered in `lock`, and nothing runs on the GPU that could still read it.
-        let done = unsafe { sys::cuMemHostUnregister(self.map.as_mut_ptr().cast()) }.result();
+        let done = unsafe { sys::cuMemHostUnregister(self.map.bytes_mut().as_mut_ptr().cast()) }.result();
         self.gpu.ctx.record_err(done);
     }
 }

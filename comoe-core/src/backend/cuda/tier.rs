@@ -40,6 +40,7 @@ impl LockedTier {
         if limits.into_iter().flatten().any(|most| most < bytes as u64) {
             return Ok(None);
         }
+        tier.populate();
         gpu.bind()?;
         let of_a_chunk = (CHUNK / place_bytes / PLACES_OF_PAGES).max(1) * PLACES_OF_PAGES * place_bytes;
         let mut this =

@@ -59,6 +59,14 @@ impl UploadRing {
         self.device.bytes()
     }
 
+    /// Makes room for uploads of `bytes` bytes, once per size: the old ring is dropped only when the GPU is done with it.
+    pub(super) fn reserve(&mut self, bytes: usize) -> Result<()> {
+        if bytes > self.segment_bytes {
+            *self = Self::with_segments(&self.gpu, &self.kernels, bytes.next_power_of_two())?;
+        }
+        Ok(())
+    }
+
     /// Enqueues the fetching of `bytes` bytes, which `write` puts in place, on `stream` (always the same one) and returns
     /// their address on the GPU, a multiple of 256. It holds for whatever is
     /// enqueued on `stream` before the next upload.
@@ -68,10 +76,7 @@ impl UploadRing {
         bytes: usize,
         write: impl FnOnce(&mut [u8]),
     ) -> Result<u64> {
-        if bytes > self.segment_bytes {
-            // Once per size: the old ring is dropped only when the GPU is done with it.
-            *self = Self::with_segments(&self.gpu, &self.kernels, bytes.next_power_of_two())?;
-        }
+        self.reserve(bytes)?;
         if self.used + bytes > self.segment_bytes {
             self.left[self.segment].record(stream).doing("recording an event")?;
             self.segment = (self.segment + 1) % SEGMENTS;

@@ -4,15 +4,18 @@ use std::collections::HashMap;
 
 use candle_core::{DType, Tensor};
 
-use super::{SimBackend, SlotAccess};
+use super::{Locking, SimBackend, SlotAccess};
 use crate::backend::{
-    DeviceCounters, DeviceDriver, DeviceLimits, DeviceStep, Fill, Queue, RoutingFault, STAGED_AHEAD, SlotId,
-    StepFault, Ticket, Work, WorkItem,
+    Backend, DeviceCounters, DeviceDriver, DeviceLimits, DeviceStep, Fill, Queue, RoutingFault, STAGED_AHEAD,
+    SlotId, StepFault, Ticket, Work, WorkItem,
 };
 use crate::error::{Error, Result};
 use crate::policy::{EvictionPolicy, Lfru, Lru};
 use crate::pool::{Pool, PoolShape, Residency};
 use crate::store::RecordIndex;
+
+/// Bytes of tables for a record.
+const TABLE_BYTES: u64 = 64 << 10;
 
 /// The tables of a simulated device.
 #[derive(Default)]
@@ -29,6 +32,8 @@ pub(super) struct Tables {
     ahead: Option<bool>,
     /// Layer, and its records that were brought for it.
     brought: (usize, Vec<RecordIndex>),
+    /// Of the device's memory, where that is counted.
+    pub(super) bytes: u64,
 }
 
 impl Tables {
@@ -100,6 +105,7 @@ impl SimBackend {
     /// Whether only the host can bring a record.
     fn is_host_only(&self, record: RecordIndex) -> bool {
         self.host_only.is_some_and(|n| record.0.is_multiple_of(n))
+            || self.locking.is_some_and(|locking| record.0 >= locking.locked)
     }
 }
 
@@ -110,7 +116,12 @@ fn nothing(x: &Tensor) -> Result<Tensor> {
 
 impl DeviceDriver for SimBackend {
     fn limits(&self) -> DeviceLimits {
-        let partial = self.host_only.map(|n| format!("one record in {n} is left to the host"));
+        let left = |n| format!("one record in {n} is left to the host");
+        let unlocked = self.locking.filter(|l| (l.locked as usize) < self.source.directory().len());
+        let partial = match unlocked {
+            Some(Locking { locked, .. }) => Some(format!("only {locked} records are page-locked")),
+            None => self.host_only.map(left),
+        };
         DeviceLimits { only_into_slots: partial.is_some(), partial, ahead: true }
     }
 
@@ -131,6 +142,14 @@ impl DeviceDriver for SimBackend {
             self.broken("the device took over before every queue was empty", record)?;
         }
         let records = self.source.directory().len();
+        if let (Some(memory), 0) = (self.memory, self.tables.bytes) {
+            let (device, what) = (self.info().device, "residency tables".to_owned());
+            let (asked, free) = (TABLE_BYTES * records as u64, memory.saturating_sub(self.taken()));
+            if asked > free {
+                return Err(Error::OutOfDeviceMemory { device, what, asked, free, total: memory });
+            }
+            self.tables.bytes = asked;
+        }
         let mut half_lives = residency.counts.iter().flat_map(|c| &c.half_lives);
         let policy = |_| -> Box<dyn EvictionPolicy> {
             match half_lives.next() {
