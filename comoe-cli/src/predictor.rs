@@ -32,8 +32,12 @@ impl PredictorTable {
         experts: &ExpertCache,
     ) -> Result<Option<Self>> {
         if experts.predictor_table().is_none() {
-            if asked.is_some() {
-                say!("note: --predictor-table changes nothing: what is prefetched is not learned");
+            match experts.placement() {
+                _ if asked.is_none() => {}
+                None => say!("note: --predictor-table changes nothing: what is prefetched is not learned"),
+                Some(_) => say!(
+                    "note: --predictor-table changes nothing: each of several devices learns a table of its own, and none is kept"
+                ),
             }
             return Ok(None);
         }
