@@ -26,7 +26,7 @@ use crate::policy::PolicyKind;
 use crate::pool::{Pool, PoolShape};
 use crate::slab::Slab;
 
-/// Records that are read at once. A disk is fast when it is asked for much at a time: comoe-bench/RESULTS.md has the figures.
+/// Records that are read at once. A disk is fast when it is asked for much at a time: comoe-bench/RESULTS-memory.md has the figures.
 const READERS: usize = 8;
 
 /// How a [`TieredSource`] is run.

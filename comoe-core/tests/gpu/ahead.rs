@@ -24,12 +24,17 @@ fn chosen(call: &Call) -> Vec<u32> {
     call.ids.flatten_all().and_then(|t| t.to_vec1()).expect("ids")
 }
 
-/// What might be guessed of `call`: its set, another one, or numbers that no expert has.
+/// What might be guessed of `call`: its set, none of it, or numbers that no expert has.
 fn guess(call: &Call, noise: &mut Noise, right: usize) -> Vec<u32> {
     match noise.below(100) {
         n if n < right => chosen(call),
-        n if n % 5 == 0 => vec![u32::MAX, EXPERTS as u32, 7],
-        _ => (0..TOP_K).map(|_| noise.below(EXPERTS) as u32).collect(),
+        n if n % 5 == 0 => vec![u32::MAX, EXPERTS as u32],
+        // None of the set.
+        _ => {
+            let set = chosen(call);
+            let others: Vec<u32> = (0..EXPERTS as u32).filter(|id| !set.contains(id)).collect();
+            (0..TOP_K).map(|_| others[noise.below(others.len())]).collect()
+        }
     }
 }
 
@@ -90,7 +95,7 @@ impl Run<'_> {
         let (plain, ahead) = (self.cache(Prefetch::Off), self.cache(self.prefetch));
         let side = SideStream::new(device).expect("a stream");
         let mut noise = Noise(5);
-        let mut next = |n: usize, noise: &mut Noise| {
+        let next = |n: usize, noise: &mut Noise| {
             let calls: Vec<_> = (0..LAYERS).map(|l| model.call(l, 1, DType::BF16, noise)).collect();
             let guesses: Vec<_> = (1..=LAYERS)
                 .map(|l| guess(&calls[l % LAYERS], noise, right))
@@ -160,8 +165,9 @@ fn what_is_brought_ahead_changes_nothing() {
             let run = Run { experts: &experts, device, cuda: &cuda, prefetch, slots: 20, right: 70, tokens };
             let stats = run.compare(&format!("{name}, {prefetch}"));
             assert!(stats.prefetched > 0, "{name}: {stats}");
-            // Judged while it runs, or so slow that little arrives.
-            if prefetch == Prefetch::StaleGate && !name.ends_with("delays") {
+            // Judged while it runs, or so slow that little arrives; of BF16, whose kernels take whole records, nothing does.
+            let all_arrives = !name.ends_with("delays") && format != ExpertFormat::Bf16;
+            if prefetch == Prefetch::StaleGate && all_arrives {
                 assert!(stats.prefetch_used > 0, "{name}: {stats}");
             }
         }

@@ -28,7 +28,7 @@ const AHEAD_BYTES: usize = 80;
 const STAGING_AT: usize = 48;
 const FORESIGHT_BYTES: usize = 56;
 /// From this share of right guesses on, in 2^-16, a layer's are brought.
-const WORTHWHILE: u32 = 40_000;
+const WORTHWHILE: u32 = 18_000;
 /// Guesses that are looked at.
 const MOST_LOOKED_AT: usize = 32;
 /// What a thread may lose here and there, where a test injects delays: some 20 us.
