@@ -2,7 +2,8 @@
 
 use candle_core::DType;
 
-use super::backend::{CudaBackend, Ffn};
+use super::backend::CudaBackend;
+use super::ffn::Ffn;
 use super::kernels::{
     DeviceItem, GemmDownArgs, GemmGateUpArgs, GemmItems, GemmRoundArgs, GemmTile, gemm_stride,
 };

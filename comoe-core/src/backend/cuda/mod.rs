@@ -4,7 +4,7 @@
 //! are locked while steps are served), `tier`
 //! (RAM that holds some of them, page-locked),
 //! `timeline` (streams and tickets), `batch`, `expand`, `sender`, `bounce` and `copies` (the copy queues), `compute` and
-//! `upload` (the compute queue), `kernels`, and the backend that puts them together, with `many` for steps of many tokens.
+//! `upload` (the compute queue), `kernels`, and the backend that puts them together, with `ffn` for the experts' work and `many` for steps of many tokens.
 //! `device`, `tables` and `resolve` are the driver whose tables live on the GPU, `ahead` is what it brings before it is asked
 //! for. A backend serves one GPU and nothing here
 //! is global, so several GPUs are several backends, and `peers` is what is between them.
@@ -29,6 +29,8 @@ mod copies;
 mod device;
 #[cfg(feature = "cuda")]
 mod expand;
+#[cfg(feature = "cuda")]
+mod ffn;
 #[cfg(feature = "cuda")]
 pub mod kernels;
 #[cfg(feature = "cuda")]
