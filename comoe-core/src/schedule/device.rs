@@ -37,8 +37,9 @@ struct Ahead {
 }
 
 impl Engine {
-    /// Lets the device drive steps of few tokens from here on, or from when all is page-locked, where that goes on; or says why
-    /// it cannot, or should not where that was not `asked` for. Where guesses are the caller's, prefetching is the device's from then on, too, if it is `alone`.
+    /// Lets the device drive steps of few tokens from here on, or from when all is page-locked, where that goes on; or says
+    /// why it cannot, or should not where that was not `asked` for. Where guesses are the caller's, prefetching is the
+    /// device's from then on, too, if it is `alone`.
     pub(crate) fn offer_device(&mut self, asked: DriverKind, alone: bool) -> std::result::Result<(), String> {
         if let Some(prefetch) = &self.prefetch {
             if !prefetch.predictor.takes_hints() {
