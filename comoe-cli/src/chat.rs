@@ -3,6 +3,8 @@
 use std::io::{BufReader, IsTerminal};
 use std::path::PathBuf;
 
+use comoe_core::stats::human_bytes;
+use comoe_models::Decoder;
 use rustyline::config::Behavior;
 use rustyline::error::{ReadlineError, Signal};
 use rustyline::history::FileHistory;
@@ -14,6 +16,7 @@ use crate::input::Lines;
 use crate::load::{self, Loaded};
 use crate::output::say;
 use crate::places::CacheFolder;
+use crate::size::parse_size;
 use crate::sys::{MemoryWatch, catch_interrupts};
 use crate::talk::{Settings, Talk, check_prompt};
 use crate::trace::Recording;
@@ -23,6 +26,7 @@ const HELP: &str = "\
 /help   this text
 /stats  what the expert cache did so far, and the memory in use
 /reset  forget the conversation
+/vram SIZE  the most memory that the run may take from here on (such as 12G): experts' slots leave or come back
 /quit   end (so does Ctrl-D, or Ctrl-C twice)
 Ctrl-C stops an answer. A line that begins with a space is said even if a / follows.";
 
@@ -64,6 +68,9 @@ pub(crate) fn run(args: &ChatArgs) -> Result<()> {
                     talk.reset()?;
                     say!("the conversation is forgotten");
                 }
+                command if command.split_whitespace().next() == Some("/vram") => {
+                    set_budget(&loaded, command["/vram".len()..].trim());
+                }
                 other => say!("{other} is no command; /help lists them"),
             }
             continue;
@@ -91,6 +98,23 @@ pub(crate) fn run(args: &ChatArgs) -> Result<()> {
 fn say_stats(loaded: &Loaded, memory: &MemoryWatch) {
     report::say_cache(loaded, memory);
     report::say_warnings(loaded);
+}
+
+/// Says what came of it, or what is wrong with it.
+fn set_budget(loaded: &Loaded, size: &str) {
+    let decoder: &Decoder = loaded.model.as_ref();
+    let set = parse_size(size).and_then(|bytes| {
+        let planned = decoder.set_budget(bytes).map_err(|e| Error::from(e).line())?;
+        Ok((bytes, planned))
+    });
+    match set {
+        Ok((bytes, planned)) => {
+            let force = decoder.experts().slots_in_force();
+            let least = if planned > bytes { ", the fewest that work: more than asked" } else { "" };
+            say!("{} slots of {}, {} in all{least}", force.slots, force.most, human_bytes(planned));
+        }
+        Err(reason) => say!("error: /vram {size}: {reason}"),
+    }
 }
 
 enum Turn {

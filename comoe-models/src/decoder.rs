@@ -1,5 +1,6 @@
 //! A decoder-only model built from a plan: tokens in, logits out.
 
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use candle_core::{DType, Device, Tensor};
@@ -50,7 +51,7 @@ pub struct Decoder {
     experts: ExpertCache,
     context: usize,
     most_context: usize,
-    budgeted: bool,
+    budgeted: AtomicBool,
     /// Tokens of a prompt that go through the model at once. Chunks end at multiples of it, so how a sequence is cut
     /// depends on positions alone.
     chunk: usize,
@@ -177,7 +178,7 @@ impl Decoder {
         Ok(Self {
             chunk: chunk_tokens(&plan, context, device.is_cuda()),
             most_context: plan.most_context(context),
-            budgeted: false,
+            budgeted: AtomicBool::new(false),
             plan,
             embedding,
             embedding_scale,
@@ -278,13 +279,17 @@ impl Decoder {
     }
 
     /// Memory has a limit of its own, so it is short however much is free: sequences that grow take it from the slots.
-    pub(crate) fn with_budget(mut self, budgeted: bool) -> Self {
-        self.budgeted = budgeted;
+    pub(crate) fn with_budget(self, budgeted: bool) -> Self {
+        self.be_budgeted(budgeted);
         self
     }
 
+    pub(crate) fn be_budgeted(&self, budgeted: bool) {
+        self.budgeted.store(budgeted, Ordering::Relaxed);
+    }
+
     pub(crate) fn is_budgeted(&self) -> bool {
-        self.budgeted
+        self.budgeted.load(Ordering::Relaxed)
     }
 
     /// Sets another limit, which is kept between the planned context and the model's.

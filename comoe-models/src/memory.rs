@@ -134,6 +134,28 @@ impl Decoder {
         }
         Ok(measured)
     }
+
+    /// Lets the run take no more than `bytes` bytes of the device's memory from here on, whatever it was opened with: as many
+    /// slots leave, or come back, as what was planned besides them says. Output does not change. Returns the bytes planned
+    /// then: more than `bytes` where even the fewest slots that work take more, less where the cache was not built with as
+    /// many slots as would fit.
+    ///
+    /// # Errors
+    /// [`comoe_core::Error::BadArgument`] where nothing was planned, or for several devices;
+    /// [`comoe_core::Error::FixedSlots`] where slots cannot come and go.
+    pub fn set_budget(&self, bytes: u64) -> Result<u64> {
+        let bad = |reason: &str| comoe_core::Error::BadArgument { what: "budget", reason: reason.to_owned() };
+        let plan = match self.device_plans() {
+            [one] => &one.memory,
+            [] => return Err(bad("the model was put together without a plan").into()),
+            _ => return Err(bad("each of several devices has its own: start again with other ones").into()),
+        };
+        let others = plan.device.total() - plan.device.slots + plan.margin;
+        let slots = bytes.saturating_sub(others) / plan.slot_bytes as u64;
+        let force = self.experts().resize(usize::try_from(slots).unwrap_or(usize::MAX))?;
+        self.be_budgeted(true);
+        Ok(others + force.slots as u64 * plan.slot_bytes as u64 + force.lent)
+    }
 }
 
 #[cfg(test)]

@@ -92,6 +92,36 @@ fn a_talk_that_outgrows_its_plan_takes_slots_and_gives_them_back() {
     assert!(limited.stderr.contains("the oldest turn was dropped"), "{}", limited.stderr);
 }
 
+/// A smaller budget takes slots, a larger one gives them back, and the talk goes on as if nothing had been.
+#[test]
+fn memory_can_be_taken_and_given_back_while_it_talks() {
+    let chat = |text: &str, extra: &[&str]| {
+        let mut command = comoe();
+        command.args(["chat", "--temperature=0", "--max-tokens=16"]).args(extra);
+        run_with(&mut command, text.as_bytes())
+    };
+    let turns = ["hello", "what is 17 plus 25?", "tell me a story"];
+    let whole = chat(&turns.join("\n"), &[]);
+    let [a, b, c] = turns;
+    let text = format!("{a}\n/vram 18M\n{b}\n/vram 1M\n/vram\n/vram much\n{c}\n/vram 24M\n/stats\n");
+    let talk = chat(&text, &["--vram=24M"]);
+    assert_eq!(talk.answer(), whole.answer());
+    let slots: Vec<usize> = talk
+        .stderr
+        .lines()
+        .filter(|l| l.contains(" in all"))
+        .map(|l| l.split(' ').next().unwrap().parse().unwrap())
+        .collect();
+    let &[smaller, least, back] = &slots[..] else { panic!("{}", talk.stderr) };
+    assert!(least == 12 && least < smaller && smaller < back, "{slots:?}");
+    assert!(talk.stderr.contains("12 slots of"), "{}", talk.stderr);
+    assert!(talk.stderr.contains("the fewest that work: more than asked"), "{}", talk.stderr);
+    for bad in ["error: /vram : ", "error: /vram much: "] {
+        assert!(talk.stderr.contains(bad), "{bad}: {}", talk.stderr);
+    }
+    assert!(talk.stderr.contains("resized"), "{}", talk.stderr);
+}
+
 #[test]
 fn raw_turns_continue_one_text() {
     let run = chat("abc\ndef\n", &["--raw", "--json"]);
