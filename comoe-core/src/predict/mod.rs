@@ -86,7 +86,7 @@ pub enum Prefetch {
     StaleGate,
     /// [`StaleGate`] with callers that give guesses and [`Correlation`] with others, in layers where it pays: judged all the
     /// time by an [`EvidenceGate`]. In steps that the device drives, the caller's guesses alone, where they are right often
-    /// enough. (Measured: comoe-bench/RESULTS-routing.md. [`Combined`] guesses more accesses than
+    /// enough. (Measured: comoe-bench/RESULTS-predictors.md. [`Combined`] guesses more accesses than
     /// [`Correlation`], but no more of those that miss.)
     Auto,
 }
