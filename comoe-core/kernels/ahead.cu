@@ -43,17 +43,17 @@ extern "C" __global__ void __launch_bounds__(kCopyThreads) fetch(const Fetch f) 
             mine = atomicCAS(state, open, open | kTaken | kSeen) == open;
         }
         // The next layer waits for the word before it changes any of this; what is read here without the word is dropped.
-        const uint32_t id = lane < f.guesses ? f.guess[lane] : 0xffffffffu, record = f.first_record + id;
-        const bool absent = id < f.experts && f.slot_of[record] == 0xffffffffu && f.address[record] != 0;
+        const uint32_t id = lane < f.guesses ? f.guess[lane] : kNone, record = f.first_record + id;
+        const bool absent = id < f.experts && f.slot_of[record] == kNone && f.address[record] != 0;
         const uint32_t all = __ballot_sync(0xffffffffu, absent), rank = __popc(all & ((1u << lane) - 1));
-        if (lane < kMostGuesses) chosen[lane] = 0xffffffffu;
+        if (lane < kMostGuesses) chosen[lane] = kNone;
         __syncwarp();
         if (absent && rank < kMostGuesses) chosen[rank] = record;
         mine = __shfl_sync(0xffffffffu, mine, 0);
         const bool worth = !f.judged || f.foresight->worth >= kWorthwhile;
         __syncwarp();
         if (lane == 0) {
-            width = !mine ? 0xffffffffu : worth ? min(uint32_t(__popc(all)), kMostGuesses) : 0;
+            width = !mine ? kNone : worth ? min(uint32_t(__popc(all)), kMostGuesses) : 0;
             least = kCount;
             stop = finished = 0;
         }
@@ -63,7 +63,7 @@ extern "C" __global__ void __launch_bounds__(kCopyThreads) fetch(const Fetch f) 
         }
     }
     __syncthreads();
-    if (width == 0xffffffffu) return;
+    if (width == kNone) return;
 
     const uint32_t each = (f.bytes + kPieceBytes - 1) / kPieceBytes, pieces = each * width;
     if (threadIdx.x < kCopiers) {
@@ -103,19 +103,19 @@ extern "C" __global__ void __launch_bounds__(kCopyThreads) fetch(const Fetch f) 
                 }
             }
         };
-        uint32_t piece = blockIdx.x, stage = 0, done = 0, left = 0xffffffffu;
+        uint32_t piece = blockIdx.x, stage = 0, done = 0, left = kNone;
 #pragma unroll
         for (uint32_t k = 0; k + 1 < kStages; k++) load(piece + k * kCopyBlocks, k);
         // A thread copies what it asked for itself, so no thread waits for another. Once the word is closed nothing more is
         // asked for; what is under way arrives before anything that is asked for later, so it is kept.
         while (piece < pieces) {
-            if (left == 0xffffffffu && stop) left = kStages - 1;
+            if (left == kNone && stop) left = kStages - 1;
             if (left == 0) break;
             asm volatile("cp.async.wait_group %0;" ::"n"(kStages - 2) : "memory");
             lose_time(f.delay, seed);
             store(piece, stage);
-            const bool more = left == 0xffffffffu;
-            load(more ? piece + (kStages - 1) * kCopyBlocks : 0xffffffffu, (stage + kStages - 1) % kStages);
+            const bool more = left == kNone;
+            load(more ? piece + (kStages - 1) * kCopyBlocks : kNone, (stage + kStages - 1) % kStages);
             if (!more) left--;
             piece += kCopyBlocks;
             stage = (stage + 1) % kStages;

@@ -9,6 +9,8 @@
 #pragma once
 #include <cstdint>
 
+// No record, no slot.
+constexpr uint32_t kNone = 0xffffffffu;
 // So few blocks fill the link.
 constexpr uint32_t kCopyBlocks = 4, kMostGuesses = 2;
 // Threads of a block that copy 16 bytes kLoads times in a piece, and a warp that listens.
@@ -61,7 +63,7 @@ struct Arrived {
 // For `layer`, whose words are closed and were `word` (of block `lane`) before. One warp.
 __device__ __forceinline__ void find_arrived(const Ahead& a, uint32_t layer, uint32_t record_bytes, uint32_t word,
                                              uint32_t lane, Arrived& found) {
-    uint32_t there = 0xffffffffu;
+    uint32_t there = kNone;
     bool seen = true;
     if (lane < kCopyBlocks) {
         while (word & kTaken) word = load_acquire(&a.state[lane]);
@@ -75,7 +77,7 @@ __device__ __forceinline__ void find_arrived(const Ahead& a, uint32_t layer, uin
         const uint32_t parity = layer % 2, each = (record_bytes + kPieceBytes - 1) / kPieceBytes;
         const uint32_t width = seen ? a.width[parity] : 0;
         const uint32_t mine = lane < width && pieces > lane * each ? min(pieces - lane * each, each) : 0;
-        found.record[lane] = seen ? a.record[parity][lane] : 0xffffffffu;
+        found.record[lane] = seen ? a.record[parity][lane] : kNone;
         found.ready[lane] = min(mine * kPieceBytes, record_bytes);
         if (lane == 0) found.width = width;
     }

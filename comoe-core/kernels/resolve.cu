@@ -6,7 +6,7 @@
 #include "record.cuh"
 
 // As src/backend/cuda/resolve.rs counts them.
-constexpr uint32_t kMostAssignments = 1024, kMostSlots = 1024, kNone = 0xffffffffu, kKept = 0x80000000u;
+constexpr uint32_t kMostAssignments = 1024, kMostSlots = 1024, kKept = 0x80000000u;
 
 enum FaultKind : uint32_t {
     FAULT_NONE = 0,
