@@ -287,12 +287,17 @@ __device__ __forceinline__ void one_token_gate_up_digits(const Item* items, cons
         __syncthreads();
         const uint32_t row = row0 + lane;
         if (warp == 0 && lane < 8 * T && row < rows) {
-            float gate = 0.f, up = 0.f;
+            // All asked for before the first is added.
+            float gates[kGateUpSlots], ups[kGateUpSlots], gate = 0.f, up = 0.f;
 #pragma unroll
             for (uint32_t i = 0; i < kGateUpSlots; i++) {
-                if (i >= batches) break;
-                gate += sums[i][lane / 8][lane % 8];
-                up += sums[i][T + lane / 8][lane % 8];
+                gates[i] = i < batches ? sums[i][lane / 8][lane % 8] : 0.f;
+                ups[i] = i < batches ? sums[i][T + lane / 8][lane % 8] : 0.f;
+            }
+#pragma unroll
+            for (uint32_t i = 0; i < kGateUpSlots; i++) {
+                gate += gates[i];
+                up += ups[i];
             }
             if (rec.has_bias) {
                 const char* bias = reinterpret_cast<const char*>(items[blockIdx.y].src);

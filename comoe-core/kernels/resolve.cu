@@ -194,12 +194,9 @@ __device__ __forceinline__ void resolve_block(const Resolve& r, const uint32_t* 
     // The assignment that named this expert first leads.
     uint32_t leader = t;
     if (mine) {
-        for (uint32_t a = 0; a < t; a++) {
-            if (ids[a] == id) {
-                leader = a;
-                break;
-            }
-        }
+        // From the last on, so that no comparison waits for the one before it.
+#pragma unroll 4
+        for (uint32_t a = t; a-- > 0;) leader = ids[a] == id ? a : leader;
     }
     const bool leads = mine && leader == t;
     const uint32_t record = r.first_record + id;
@@ -221,6 +218,7 @@ __device__ __forceinline__ void resolve_block(const Resolve& r, const uint32_t* 
     // Places: of the expert in order of first use, among the misses, and of its assignments in the list.
     uint32_t rank = 0, miss = 0, begin = 0, inside = 0, count = 0;
     if (mine) {
+#pragma unroll 4
         for (uint32_t a = 0; a < n; a++) {
             const uint32_t f = first[a];
             rank += f == a && a < leader;

@@ -57,6 +57,22 @@ pub fn ram_available() -> Option<u64> {
     }
 }
 
+/// Whether memory is so short that a file that was read whole and is held elsewhere should leave the page cache: less than an
+/// eighth of it is in no use at all. Where there is more, the next start finds the file in memory, and the system takes
+/// the pages when somebody needs them.
+pub(crate) fn page_cache_is_in_the_way() -> bool {
+    let number = |path: &str| fs::read_to_string(path).ok()?.trim().parse::<u64>().ok();
+    let group = number("/sys/fs/cgroup/memory.max").zip(number("/sys/fs/cgroup/memory.current"));
+    let system = meminfo("MemTotal:").zip(meminfo("MemFree:"));
+    is_short(system, group.map(|(limit, used)| (limit, limit.saturating_sub(used))))
+}
+
+/// Of memory in all and unused, of the system and of the control group, where they are known.
+fn is_short(system: Option<(u64, u64)>, group: Option<(u64, u64)>) -> bool {
+    let short = |of: Option<(u64, u64)>| of.is_some_and(|(all, unused)| unused < all / 8);
+    system.is_none() || short(system) || short(group)
+}
+
 /// What is left of a container's memory limit. Its page cache counts as left: it goes when memory is needed.
 fn group_available() -> Option<u64> {
     let number = |path: &str| fs::read_to_string(path).ok()?.trim().parse::<u64>().ok();
@@ -125,6 +141,15 @@ pub fn gb_per_s(bytes: u64, time: Duration) -> f64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_page_cache_is_in_the_way_where_little_is_unused() {
+        let (plenty, little) = (Some((64 << 30, 8 << 30)), Some((64 << 30, (8 << 30) - 1)));
+        assert!(!is_short(plenty, None) && !is_short(plenty, plenty));
+        assert!(is_short(little, None) && is_short(plenty, little) && is_short(little, plenty));
+        // Where nothing is known, as before there was a choice.
+        assert!(is_short(None, None) && is_short(None, plenty));
+    }
 
     #[test]
     fn this_machine_has_memory_and_threads() {

@@ -46,18 +46,22 @@ struct Eight {
         if (col >= width) return;
         const char* p = static_cast<const char*>(base) + at * kSize;
         if (!vectors) {
+            // A loop: see load8 in common.cuh.
+            constexpr uint32_t kEach = 4 / kSize;
             const uint32_t n = min(8u, width - col);
-#pragma unroll
-            for (int i = 0; i < 8; i++) {
-                if (i < n) {
-                    if constexpr (F == DT_F32) {
-                        w[i] = reinterpret_cast<const uint32_t*>(p)[i];
-                    } else if constexpr (F == DT_I8) {
-                        w[i / 4] |= uint32_t(reinterpret_cast<const uint8_t*>(p)[i]) << (8 * (i % 4));
-                    } else {
-                        w[i / 2] |= uint32_t(reinterpret_cast<const uint16_t*>(p)[i]) << (16 * (i % 2));
-                    }
+#pragma unroll 1
+            for (uint32_t i = 0; i < n; i++) {
+                uint32_t e;
+                if constexpr (F == DT_F32) {
+                    e = reinterpret_cast<const uint32_t*>(p)[i];
+                } else if constexpr (F == DT_I8) {
+                    e = reinterpret_cast<const uint8_t*>(p)[i];
+                } else {
+                    e = reinterpret_cast<const uint16_t*>(p)[i];
                 }
+                e <<= 8 * kSize * (i % kEach);
+#pragma unroll
+                for (uint32_t k = 0; k < kWords; k++) w[k] |= k == i / kEach ? e : 0;
             }
         } else if constexpr (F == DT_I8) {
             asm volatile("ld.global.L1::no_allocate.v2.u32 {%0,%1}, [%2];" : "=r"(w[0]), "=r"(w[1]) : "l"(p) : "memory");
@@ -128,14 +132,11 @@ __device__ __forceinline__ void load_queries(const AttendArgs& a, uint32_t head0
     }
 #pragma unroll
     for (int g = 0; g < G; g++) {
+        const size_t row = (size_t(head0 + g) * a.tokens + token) * a.key_width;
 #pragma unroll
         for (int c = 0; c < C; c++) {
-#pragma unroll
-            for (int i = 0; i < 8; i++) {
-                const uint32_t col = (c * lanes + column) * 8 + i;
-                const size_t row = (size_t(head0 + g) * a.tokens + token) * a.key_width;
-                q[g][c][i] = g < heads && col < a.key_width ? to_float(from[row + col]) : 0.f;
-            }
+            const uint32_t col = (c * lanes + column) * 8;
+            load8(from, row + col, row + (g < heads ? max(col, a.key_width) : col), q[g][c]);
         }
     }
 }
@@ -157,9 +158,13 @@ __device__ __forceinline__ void attend(const AttendArgs& a) {
     const uint32_t heads = min(uint32_t(G), (kv + 1) * group - head0), token = blockIdx.z;
     let_next_start();
     wait_for_previous();
-    // Queries and position are asked for together.
+    // Queries and position are asked for together. They are of the cache's type, where that is none of its own.
     float q[G][C][8];
-    if (a.dtype == DT_F32) {
+    if constexpr (F == DT_BF16) {
+        load_queries<C, G, __nv_bfloat16>(a, head0, heads, token, column, L, q);
+    } else if constexpr (F == DT_F16) {
+        load_queries<C, G, __half>(a, head0, heads, token, column, L, q);
+    } else if (F == DT_F32 || a.dtype == DT_F32) {
         load_queries<C, G, float>(a, head0, heads, token, column, L, q);
     } else if (a.dtype == DT_BF16) {
         load_queries<C, G, __nv_bfloat16>(a, head0, heads, token, column, L, q);

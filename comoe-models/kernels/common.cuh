@@ -38,6 +38,10 @@ __device__ __forceinline__ __nv_bfloat16 from_float<__nv_bfloat16>(float v) { re
 template <>
 __device__ __forceinline__ __half from_float<__half>(float v) { return __float2half_rn(v); }
 
+// `v` as E has it.
+template <typename E>
+__device__ __forceinline__ float as(float v) { return to_float(from_float<E>(v)); }
+
 // `v` as the dtype has it.
 __device__ __forceinline__ float rounded(float v, uint32_t dtype) {
     switch (dtype) {
@@ -74,38 +78,90 @@ __device__ __forceinline__ float2 two_floats(uint32_t w, uint32_t dtype) {
     return __half22float2(h);
 }
 
-// Eight neighbours from element `i` on, of which those from `end` on are zero. 16-byte loads where they are aligned.
+// Eight neighbours from element `i` on, of which those from `end` on are zero. 16-byte loads where they are aligned; the
+// other way is a loop, since code that is jumped over costs a kernel of a few microseconds as much as code that runs: it
+// finds its instructions in no cache near it.
+template <typename E>
+__device__ __forceinline__ void load8(const E* p, size_t i, size_t end, float (&v)[8]) {
+    const E* at = p + i;
+    if (i + 8 <= end && reinterpret_cast<uintptr_t>(at) % 16 == 0) {
+        constexpr int kLoads = sizeof(E) / 2;
+        uint4 raw[kLoads];
+#pragma unroll
+        for (int l = 0; l < kLoads; l++) raw[l] = reinterpret_cast<const uint4*>(at)[l];
+#pragma unroll
+        for (int j = 0; j < 8; j++) v[j] = to_float(reinterpret_cast<const E*>(raw)[j]);
+        return;
+    }
+#pragma unroll
+    for (int j = 0; j < 8; j++) v[j] = 0.f;
+#pragma unroll 1
+    for (int j = 0; j < 8 && i + j < end; j++) {
+        const float f = to_float(at[j]);
+#pragma unroll
+        for (int k = 0; k < 8; k++) v[k] = k == j ? f : v[k];
+    }
+}
+
+template <typename E>
+__device__ __forceinline__ void store8(E* p, size_t i, size_t end, const float (&v)[8]) {
+    E* at = p + i;
+    if (i + 8 <= end && reinterpret_cast<uintptr_t>(at) % 16 == 0) {
+        constexpr int kStores = sizeof(E) / 2;
+        __align__(16) E raw[8];
+#pragma unroll
+        for (int j = 0; j < 8; j++) raw[j] = from_float<E>(v[j]);
+#pragma unroll
+        for (int l = 0; l < kStores; l++) reinterpret_cast<uint4*>(at)[l] = reinterpret_cast<const uint4*>(raw)[l];
+        return;
+    }
+#pragma unroll 1
+    for (int j = 0; j < 8 && i + j < end; j++) {
+        float f = v[0];
+#pragma unroll
+        for (int k = 1; k < 8; k++) f = k == j ? v[k] : f;
+        at[j] = from_float<E>(f);
+    }
+}
+
+// The same of elements of a type that is known when the kernel runs.
 __device__ __forceinline__ void load8(const void* p, uint32_t dtype, size_t i, size_t end, float (&v)[8]) {
-    const size_t size = dtype == DT_F32 ? 4 : 2;
-    const char* at = static_cast<const char*>(p) + i * size;
+    const bool wide = dtype == DT_F32;
+    const char* at = static_cast<const char*>(p) + i * (wide ? 4 : 2);
     if (i + 8 <= end && reinterpret_cast<uintptr_t>(at) % 16 == 0) {
         const uint4 a = *reinterpret_cast<const uint4*>(at);
-        if (dtype == DT_F32) {
-            const uint4 b = *reinterpret_cast<const uint4*>(at + 16);
+        uint4 b = a;
+        if (wide) b = *reinterpret_cast<const uint4*>(at + 16);
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            const float2 f = two_floats(word(a, j), dtype);
+            v[2 * j] = f.x;
+            v[2 * j + 1] = f.y;
+        }
+        if (wide) {
 #pragma unroll
             for (int j = 0; j < 4; j++) {
                 v[j] = __uint_as_float(word(a, j));
                 v[4 + j] = __uint_as_float(word(b, j));
             }
-        } else {
-#pragma unroll
-            for (int j = 0; j < 4; j++) {
-                const float2 f = two_floats(word(a, j), dtype);
-                v[2 * j] = f.x;
-                v[2 * j + 1] = f.y;
-            }
         }
         return;
     }
 #pragma unroll
-    for (int j = 0; j < 8; j++) v[j] = i + j < end ? load_as_float(p, dtype, i + j) : 0.f;
+    for (int j = 0; j < 8; j++) v[j] = 0.f;
+#pragma unroll 1
+    for (int j = 0; j < 8 && i + j < end; j++) {
+        const float f = load_as_float(p, dtype, i + j);
+#pragma unroll
+        for (int k = 0; k < 8; k++) v[k] = k == j ? f : v[k];
+    }
 }
 
 __device__ __forceinline__ void store8(void* p, uint32_t dtype, size_t i, size_t end, const float (&v)[8]) {
-    const size_t size = dtype == DT_F32 ? 4 : 2;
-    char* at = static_cast<char*>(p) + i * size;
+    const bool wide = dtype == DT_F32;
+    char* at = static_cast<char*>(p) + i * (wide ? 4 : 2);
     if (i + 8 <= end && reinterpret_cast<uintptr_t>(at) % 16 == 0) {
-        if (dtype == DT_F32) {
+        if (wide) {
             reinterpret_cast<float4*>(at)[0] = make_float4(v[0], v[1], v[2], v[3]);
             reinterpret_cast<float4*>(at)[1] = make_float4(v[4], v[5], v[6], v[7]);
             return;
@@ -113,20 +169,19 @@ __device__ __forceinline__ void store8(void* p, uint32_t dtype, size_t i, size_t
         uint32_t w[4];
 #pragma unroll
         for (int j = 0; j < 4; j++) {
-            if (dtype == DT_BF16) {
-                const __nv_bfloat162 b = __floats2bfloat162_rn(v[2 * j], v[2 * j + 1]);
-                w[j] = *reinterpret_cast<const uint32_t*>(&b);
-            } else {
-                const __half2 h = __floats2half2_rn(v[2 * j], v[2 * j + 1]);
-                w[j] = *reinterpret_cast<const uint32_t*>(&h);
-            }
+            const __nv_bfloat162 b = __floats2bfloat162_rn(v[2 * j], v[2 * j + 1]);
+            const __half2 h = __floats2half2_rn(v[2 * j], v[2 * j + 1]);
+            w[j] = dtype == DT_BF16 ? *reinterpret_cast<const uint32_t*>(&b) : *reinterpret_cast<const uint32_t*>(&h);
         }
         *reinterpret_cast<uint4*>(at) = make_uint4(w[0], w[1], w[2], w[3]);
         return;
     }
+#pragma unroll 1
+    for (int j = 0; j < 8 && i + j < end; j++) {
+        float f = v[0];
 #pragma unroll
-    for (int j = 0; j < 8; j++) {
-        if (i + j < end) store_from_float(p, dtype, i + j, v[j]);
+        for (int k = 1; k < 8; k++) f = k == j ? v[k] : f;
+        store_from_float(p, dtype, i + j, f);
     }
 }
 
@@ -138,6 +193,15 @@ __device__ __forceinline__ uint4 load_stream(const void* p) {
                  : "l"(p)
                  : "memory");
     return v;
+}
+
+// Numbers whose order is that of floats, -0 as 0, from 1 on; 0 is less than any.
+__device__ __forceinline__ uint32_t ordered(float v) {
+    const uint32_t bits = __float_as_uint(v + 0.f);
+    return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+}
+__device__ __forceinline__ float unordered(uint32_t v) {
+    return __uint_as_float(v & 0x80000000u ? v & 0x7fffffffu : ~v);
 }
 
 __device__ __forceinline__ float warp_max(float v) {
@@ -152,15 +216,13 @@ __device__ __forceinline__ float warp_sum(float v) {
     return v;
 }
 
-// The sum over the block in every thread, warps in ascending order; `scratch` has one float per warp and is free again
-// after the next barrier.
+// The sum over the block in every thread, by warps; `scratch` has one float per warp and is free again after the next barrier.
 __device__ __forceinline__ float block_sum(float v, float* scratch) {
+    const uint32_t lane = threadIdx.x % 32;
     v = warp_sum(v);
-    if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = v;
+    if (lane == 0) scratch[threadIdx.x / 32] = v;
     __syncthreads();
-    float sum = 0.f;
-    for (uint32_t w = 0; w < blockDim.x / 32; w++) sum += scratch[w];
-    return sum;
+    return warp_sum(lane < blockDim.x / 32 ? scratch[lane] : 0.f);
 }
 
 // exp-based activations in F32, as candle's unary kernels compute them.

@@ -61,7 +61,16 @@ __device__ __forceinline__ void quad_of(const uint4& w, int q, float (&out)[4]) 
     }
 }
 
+// Where a matrix's lanes look for the four columns of x from `col` on, T tokens a pass.
 template <int F, int T>
+__device__ __forceinline__ float4& staged(float4* xs, uint32_t col, uint32_t t) {
+    using W = WeightTraits<F>;
+    const uint32_t pass = col / W::kPassCols, chunk = col % W::kPassCols / W::kCols, quad = col % W::kCols / 4;
+    return xs[((pass * T + t) * W::kQuads + quad) * 32 + chunk];
+}
+
+// ALIGNED: rows of W begin at multiples of 16 bytes.
+template <int F, int T, bool ALIGNED>
 __device__ __forceinline__ void gemv(const GemvArgs& a) {
     using W = WeightTraits<F>;
     constexpr int D = kDepth<F, T>;
@@ -71,7 +80,6 @@ __device__ __forceinline__ void gemv(const GemvArgs& a) {
     const uint32_t slice = warp % slices, row0 = (blockIdx.x * (kWarps / slices) + warp / slices) * kRows;
     const uint32_t passes = (a.inputs + W::kPassCols - 1) / W::kPassCols, first = blockIdx.y * T;
     const uint32_t tokens = min(uint32_t(T), a.tokens - first);
-    const bool aligned = a.row_bytes % 16 == 0 && reinterpret_cast<uintptr_t>(a.weights) % 16 == 0;
     let_next_start();
 
     uint4 w[D][kRows];
@@ -83,7 +91,7 @@ __device__ __forceinline__ void gemv(const GemvArgs& a) {
             w[d][r] = make_uint4(0, 0, 0, 0);
             if (row0 + r < a.outputs && col < a.inputs) {
                 const char* at = a.weights + size_t(row0 + r) * a.row_bytes + size_t(col) * W::kBytes;
-                if (aligned) {
+                if constexpr (ALIGNED || F == DT_I8) {
                     w[d][r] = load_stream(at);
                 } else if constexpr (F == DT_F32) {
                     const uint32_t* e = reinterpret_cast<const uint32_t*>(at);
@@ -91,7 +99,7 @@ __device__ __forceinline__ void gemv(const GemvArgs& a) {
                     if (col + 1 < a.inputs) w[d][r].y = e[1];
                     if (col + 2 < a.inputs) w[d][r].z = e[2];
                     if (col + 3 < a.inputs) w[d][r].w = e[3];
-                } else if constexpr (F != DT_I8) {
+                } else {
                     const uint16_t* e = reinterpret_cast<const uint16_t*>(at);
                     uint32_t words[4];
 #pragma unroll
@@ -123,19 +131,27 @@ __device__ __forceinline__ void gemv(const GemvArgs& a) {
     for (uint32_t base = 0; base < passes; base += a.segment) {
         const uint32_t end = min(passes, base + a.segment);
         if (base > 0) __syncthreads();  // the last segment's readers are done
-        const uint32_t pieces = (end - base) * W::kPassCols / 8;
-#pragma unroll 4
-        for (uint32_t i = threadIdx.x; i < tokens * pieces; i += blockDim.x) {
-            const uint32_t t = T == 1 ? 0 : i / pieces, k = 8 * (T == 1 ? i : i % pieces);
-            const size_t row = size_t(first + t) * a.inputs;
-            float v[8];
-            load8(a.x, a.x_dtype, row + base * W::kPassCols + k, row + a.inputs, v);
+        // Two at a time, both before the first is stored: to the compiler it might be what is read next.
+        const uint32_t pieces = (end - base) * W::kPassCols / 8, all = tokens * pieces;
+#pragma unroll 1
+        for (uint32_t i = threadIdx.x; i < all; i += 2 * blockDim.x) {
+            float v[2][8];
+            uint32_t t[2], k[2];
 #pragma unroll
-            for (int h = 0; h < 2; h++) {
-                const uint32_t col = k + 4 * h, pass = col / W::kPassCols, chunk = col % W::kPassCols / W::kCols;
-                const uint32_t quad = col % W::kCols / 4;
-                xs[((pass * T + t) * W::kQuads + quad) * 32 + chunk] =
-                    make_float4(v[4 * h], v[4 * h + 1], v[4 * h + 2], v[4 * h + 3]);
+            for (int n = 0; n < 2; n++) {
+                const uint32_t at = min(i + n * blockDim.x, all - 1);
+                t[n] = T == 1 ? 0 : at / pieces;
+                k[n] = 8 * (T == 1 ? at : at % pieces);
+                const size_t row = size_t(first + t[n]) * a.inputs;
+                load8(a.x, a.x_dtype, row + base * W::kPassCols + k[n], row + a.inputs, v[n]);
+            }
+#pragma unroll
+            for (int n = 0; n < 2; n++) {
+#pragma unroll
+                for (int h = 0; h < 2; h++) {
+                    staged<F, T>(xs, k[n] + 4 * h, t[n]) =
+                        make_float4(v[n][4 * h], v[n][4 * h + 1], v[n][4 * h + 2], v[n][4 * h + 3]);
+                }
             }
         }
         __syncthreads();
@@ -217,14 +233,18 @@ __device__ __forceinline__ void gemv(const GemvArgs& a) {
     }
 }
 
-#define GEMV(NAME, F, T, BLOCKS)                                                                                     \
-    extern "C" __global__ void __launch_bounds__(32 * kWarps, BLOCKS)                                                \
-        gemv_##NAME##_t##T(const __grid_constant__ GemvArgs a) {                                                     \
-        gemv<F, T>(a);                                                                                               \
+#define GEMV(NAME, F, T, ALIGNED)                                                                                    \
+    extern "C" __global__ void __launch_bounds__(32 * kWarps, 2) gemv_##NAME(const __grid_constant__ GemvArgs a) {    \
+        gemv<F, T, ALIGNED>(a);                                                                                      \
     }
-#define GEMVS(NAME, F) GEMV(NAME, F, 1, 2) GEMV(NAME, F, 2, 2) GEMV(NAME, F, 4, 2) GEMV(NAME, F, 8, 2)
+#define GEMVS(NAME, F)                                                                                               \
+    GEMV(NAME##_t1, F, 1, true) GEMV(NAME##_t2, F, 2, true) GEMV(NAME##_t4, F, 4, true) GEMV(NAME##_t8, F, 8, true)
 
 GEMVS(f32, DT_F32)
 GEMVS(bf16, DT_BF16)
 GEMVS(f16, DT_F16)
 GEMVS(int8, DT_I8)
+// Of any rows; a block takes one token.
+GEMV(f32_unaligned, DT_F32, 1, false)
+GEMV(bf16_unaligned, DT_BF16, 1, false)
+GEMV(f16_unaligned, DT_F16, 1, false)

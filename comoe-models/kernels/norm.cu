@@ -17,43 +17,49 @@ struct NormArgs {
 };
 static_assert(sizeof(NormArgs) == 80, "mirrored structs");
 
-// Columns that a thread keeps in registers, in pieces of 8.
-constexpr int kPieces = 2;
+// The residual stream behind a block, from column `col` on; stored where it belongs if `keep`.
+template <typename E>
+__device__ __forceinline__ void load_sum(const NormArgs& a, size_t token, uint32_t col, bool keep, float (&v)[8]) {
+    const size_t x_row = token * a.x_stride, row = token * a.width;
+    float d[8];
+    load8(static_cast<const E*>(a.x), x_row + col, x_row + a.width, v);
+    if (a.delta) {
+        load8(static_cast<const E*>(a.delta), row + col, row + a.width, d);
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            if (a.delta_scale != 1.f) d[i] = as<E>(d[i] * a.delta_scale);
+            v[i] = as<E>(v[i] + d[i]);
+        }
+    }
+    if (a.sum_scale != 1.f) {
+#pragma unroll
+        for (int i = 0; i < 8; i++) v[i] = as<E>(v[i] * a.sum_scale);
+    }
+    if (keep && a.sum) store8(static_cast<E*>(a.sum), row + col, row + a.width, v);
+}
 
-extern "C" __global__ void __launch_bounds__(1024) add_norm(const __grid_constant__ NormArgs a) {
+// P: columns that a thread keeps in registers, in pieces of 8.
+template <typename E, int P>
+__device__ __forceinline__ void add_norm(const NormArgs& a) {
     __shared__ float scratch[2][32];
     const size_t token = blockIdx.x;
-    const uint32_t dt = a.dtype, width = a.width;
+    const uint32_t width = a.width;
+    const E *weight = static_cast<const E*>(a.weight), *bias = static_cast<const E*>(a.bias);
     let_next_start();
-    float w[kPieces][8];
+    float w[P][8];
 #pragma unroll
-    for (int p = 0; p < kPieces; p++) {
+    for (int p = 0; p < P; p++) {
         const uint32_t col = 8 * (p * blockDim.x + threadIdx.x);
-        if (col < width && a.weight && a.normed) load8(a.weight, dt, col, width, w[p]);
+        if (col < width && weight && a.normed) load8(weight, col, width, w[p]);
     }
     wait_for_previous();
 
-    float v[kPieces][8], sum = 0.f, squares = 0.f;
+    float v[P][8], sum = 0.f, squares = 0.f;
 #pragma unroll
-    for (int p = 0; p < kPieces; p++) {
+    for (int p = 0; p < P; p++) {
         const uint32_t col = 8 * (p * blockDim.x + threadIdx.x);
         if (col >= width) break;
-        const size_t x_row = token * a.x_stride, row = token * width;
-        load8(a.x, dt, x_row + col, x_row + width, v[p]);
-        if (a.delta) {
-            float d[8];
-            load8(a.delta, dt, row + col, row + width, d);
-#pragma unroll
-            for (int i = 0; i < 8; i++) {
-                if (a.delta_scale != 1.f) d[i] = rounded(d[i] * a.delta_scale, dt);
-                v[p][i] = rounded(v[p][i] + d[i], dt);
-            }
-        }
-        if (a.sum_scale != 1.f) {
-#pragma unroll
-            for (int i = 0; i < 8; i++) v[p][i] = rounded(v[p][i] * a.sum_scale, dt);
-        }
-        if (a.sum) store8(a.sum, dt, row + col, row + width, v[p]);
+        load_sum<E>(a, token, col, true, v[p]);
 #pragma unroll
         for (int i = 0; i < 8; i++) {
             sum += v[p][i];
@@ -69,18 +75,31 @@ extern "C" __global__ void __launch_bounds__(1024) add_norm(const __grid_constan
     }
     const float scale = rsqrtf(squares + a.eps);
 #pragma unroll
-    for (int p = 0; p < kPieces; p++) {
+    for (int p = 0; p < P; p++) {
         const uint32_t col = 8 * (p * blockDim.x + threadIdx.x);
         if (col >= width) break;
         float b[8];
-        if (a.bias) load8(a.bias, dt, col, width, b);
+        if (bias) load8(bias, col, width, b);
 #pragma unroll
         for (int i = 0; i < 8; i++) {
             v[p][i] = (v[p][i] - mean) * scale;
-            if (a.weight) v[p][i] *= w[p][i];
-            if (a.bias) v[p][i] += b[i];
+            if (weight) v[p][i] *= w[p][i];
+            if (bias) v[p][i] += b[i];
         }
         const size_t row = token * a.normed_stride;
-        store8(a.normed, dt, row + col, row + width, v[p]);
+        store8(static_cast<E*>(a.normed), row + col, row + width, v[p]);
     }
 }
+
+// Up to 8 * P * 1024 columns.
+#define ADD_NORM(NAME, E, P)                                                                                         \
+    extern "C" __global__ void __launch_bounds__(1024) add_norm_##NAME(const __grid_constant__ NormArgs a) {         \
+        add_norm<E, P>(a);                                                                                           \
+    }
+
+ADD_NORM(f32, float, 1)
+ADD_NORM(bf16, __nv_bfloat16, 1)
+ADD_NORM(f16, __half, 1)
+ADD_NORM(f32_wide, float, 2)
+ADD_NORM(bf16_wide, __nv_bfloat16, 2)
+ADD_NORM(f16_wide, __half, 2)

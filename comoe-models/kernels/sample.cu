@@ -37,15 +37,6 @@ struct SampleArgs {
 };
 static_assert(sizeof(SampleArgs) == 136, "mirrored structs");
 
-// A number whose order is that of floats, and back. There is no -0.
-__device__ __forceinline__ uint32_t ordered(float v) {
-    const uint32_t b = __float_as_uint(v);
-    return b & 0x80000000u ? ~b : b | 0x80000000u;
-}
-__device__ __forceinline__ float unordered(uint32_t k) {
-    return __uint_as_float(k & 0x80000000u ? k & 0x7fffffffu : ~k);
-}
-
 struct Sampling {
     const SampleArgs& a;
     float* values;                 // [chunk]

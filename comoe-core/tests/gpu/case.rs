@@ -59,11 +59,9 @@ impl Gpu {
     }
 
     pub(crate) fn upload_items(&self, items: &[DeviceItem]) -> Buffer {
-        let bytes = items.iter().flat_map(|i| {
-            let (src, dst) = (i.src.to_le_bytes(), i.dst.to_le_bytes());
-            src.into_iter().chain(dst).chain(i.first.to_le_bytes()).chain(i.count.to_le_bytes())
-        });
-        self.upload(&bytes.collect::<Vec<_>>())
+        // SAFETY: plain numbers without padding, and as many bytes as they have.
+        let bytes = unsafe { std::slice::from_raw_parts(items.as_ptr().cast::<u8>(), size_of_val(items)) };
+        self.upload(bytes)
     }
 
     pub(crate) fn upload_tiles(&self, tiles: &[GemmTile]) -> Buffer {

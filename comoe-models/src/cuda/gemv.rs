@@ -60,17 +60,25 @@ pub struct GemvArgs {
     pub outputs: usize,
 }
 
-/// By format (F32, BF16, F16, INT8) and [`TOKENS`].
-pub(super) struct GemvKernels([[CudaFunction; 4]; 4]);
+pub(super) struct GemvKernels {
+    /// By format (F32, BF16, F16, INT8) and [`TOKENS`].
+    aligned: [[CudaFunction; 4]; 4],
+    /// For rows at any address, a token at a time; INT8 has none.
+    unaligned: [CudaFunction; 3],
+}
 
 impl GemvKernels {
     pub(super) fn load(module: &Arc<CudaModule>) -> std::result::Result<Self, DriverError> {
-        let load = |format: &str, tokens: usize| {
-            // The most that `Cut` asks for: 64 KiB and a little.
-            super::with_shared(module, &format!("gemv_{format}_t{tokens}"), 64 << 10)
+        // The most that `Cut` asks for: 64 KiB and a little.
+        let load = |name: &str| super::with_shared(module, &format!("gemv_{name}"), 64 << 10);
+        let four = |format: &str| {
+            let load = |tokens| load(&format!("{format}_t{tokens}"));
+            Ok::<_, DriverError>([load(1)?, load(2)?, load(4)?, load(8)?])
         };
-        let four = |f| Ok::<_, DriverError>([load(f, 1)?, load(f, 2)?, load(f, 4)?, load(f, 8)?]);
-        Ok(Self([four("f32")?, four("bf16")?, four("f16")?, four("int8")?]))
+        Ok(Self {
+            aligned: [four("f32")?, four("bf16")?, four("f16")?, four("int8")?],
+            unaligned: [load("f32_unaligned")?, load("bf16_unaligned")?, load("f16_unaligned")?],
+        })
     }
 }
 
@@ -156,8 +164,13 @@ impl DecodeKernels {
             }
         };
         let all = tokens_of(args.tokens)?;
-        let which = TOKENS.iter().position(|t| *t >= args.tokens).unwrap_or(TOKENS.len() - 1);
-        let cut = Cut::new(format, args.inputs, args.outputs, TOKENS[which]);
+        let (function, at_once) = if row_bytes.is_multiple_of(16) && weights % 16 == 0 {
+            let which = TOKENS.iter().position(|t| *t >= args.tokens).unwrap_or(TOKENS.len() - 1);
+            (&self.gemv.aligned[format][which], TOKENS[which])
+        } else {
+            (&self.gemv.unaligned[format], 1)
+        };
+        let cut = Cut::new(format, args.inputs, args.outputs, at_once);
         let device = Device {
             x: args.x,
             weights,
@@ -176,9 +189,9 @@ impl DecodeKernels {
             pad: 0,
         };
         let blocks = args.outputs.div_ceil(WARPS / cut.slices * ROWS);
-        let config = grid(blocks, args.tokens.div_ceil(TOKENS[which]), 1, 32 * WARPS, cut.shared_bytes);
+        let config = grid(blocks, args.tokens.div_ceil(at_once), 1, 32 * WARPS, cut.shared_bytes);
         // SAFETY: `Device` is the kernel's struct; the addresses are the caller's promise.
-        unsafe { self.launch("gemv", stream, &self.gemv.0[format][which], config, &device) }
+        unsafe { self.launch("gemv", stream, function, config, &device) }
     }
 }
 

@@ -4,12 +4,13 @@ use std::sync::Arc;
 
 use candle_core::DType;
 use comoe_core::Result;
-use cudarc::driver::CudaStream;
+use cudarc::driver::{CudaFunction, CudaModule, CudaStream, DriverError};
 
 use super::{DecodeKernels, dtype_code, grid, tokens_of, within};
 
-/// Widest row that a block's registers hold.
+/// Widest row that a block's registers hold, and the widest of which a thread has eight columns.
 const MOST_WIDTH: usize = 16_384;
+const NARROW: usize = 8_192;
 
 /// Whether a norm subtracts the mean.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -99,6 +100,22 @@ struct Device {
     sum_scale: f32,
 }
 
+/// By dtype (F32, BF16, F16), then for rows of up to [`NARROW`] and wider ones.
+pub(super) struct NormKernels([[CudaFunction; 2]; 3]);
+
+impl NormKernels {
+    pub(super) fn load(module: &Arc<CudaModule>) -> std::result::Result<Self, DriverError> {
+        let two = |dtype: &str| {
+            let load = |name: String| module.load_function(&name);
+            Ok::<_, DriverError>([
+                load(format!("add_norm_{dtype}"))?,
+                load(format!("add_norm_{dtype}_wide"))?,
+            ])
+        };
+        Ok(Self([two("f32")?, two("bf16")?, two("f16")?]))
+    }
+}
+
 impl DecodeKernels {
     /// Enqueues the residual addition and the norm behind it. Factors are rounded to the dtype first, as candle does.
     ///
@@ -130,8 +147,9 @@ impl DecodeKernels {
         };
         let tokens = tokens_of(args.tokens)? as usize;
         let threads = args.width.div_ceil(8).next_multiple_of(32).min(1024);
+        let function = &self.norm.0[device.dtype as usize][usize::from(args.width > NARROW)];
         // SAFETY: `Device` is the kernel's struct; the addresses are the caller's promise.
-        unsafe { self.launch("add_norm", stream, &self.norm, grid(tokens, 1, 1, threads, 0), &device) }
+        unsafe { self.launch("add_norm", stream, function, grid(tokens, 1, 1, threads, 0), &device) }
     }
 }
 

@@ -4,13 +4,13 @@ use std::sync::Arc;
 
 use candle_core::DType;
 use comoe_core::Result;
-use cudarc::driver::CudaStream;
+use cudarc::driver::{CudaFunction, CudaModule, CudaStream, DriverError};
 
 use super::{DecodeKernels, bad, dtype_code, grid, within};
 use crate::arch::{GroupScore, Normalise, RouterPlan, RouterPrecision, Score};
 
-/// The most experts of a layer: two F32 each, and one a group and a choice, in 48 KiB of shared memory.
-pub const MOST_EXPERTS: usize = 3072;
+/// The most experts of a layer: a lane has 32 of them in registers.
+pub const MOST_EXPERTS: usize = 1024;
 
 /// Arguments of [`DecodeKernels::route`]; addresses are device memory.
 #[derive(Debug, Clone, Copy)]
@@ -86,6 +86,21 @@ struct Device {
     pad: u32,
 }
 
+/// By the most experts that they know.
+pub(super) struct RouteKernels([(usize, CudaFunction); 4]);
+
+impl RouteKernels {
+    pub(super) fn load(module: &Arc<CudaModule>) -> std::result::Result<Self, DriverError> {
+        let up_to = |experts: usize| Ok((experts, module.load_function(&format!("route_{experts}"))?));
+        Ok(Self([up_to(128)?, up_to(256)?, up_to(512)?, up_to(MOST_EXPERTS)?]))
+    }
+
+    fn up_to(&self, experts: usize) -> &CudaFunction {
+        let [.., (_, last)] = &self.0;
+        self.0.iter().find(|(most, _)| experts <= *most).map_or(last, |(_, function)| function)
+    }
+}
+
 impl DecodeKernels {
     /// Enqueues the choice of every token's experts, as [`crate::blocks::router`] makes it on the host.
     ///
@@ -151,9 +166,10 @@ impl DecodeKernels {
             weights_dtype: if rounds { dtype_code("the model", args.model_dtype)? } else { 0 },
         };
         let tokens = within("rows of router logits", args.tokens, 1, 1 << 30)? as usize;
-        let shared = 4 * (2 * args.experts + groups + plan.top_k);
+        let shared = 4 * (2 * args.experts + groups + 2 * plan.top_k);
+        let function = self.route.up_to(args.experts);
         // SAFETY: `Device` is the kernel's struct; the addresses are the caller's promise.
-        unsafe { self.launch("route", stream, &self.route, grid(tokens, 1, 1, 32, shared), &device) }
+        unsafe { self.launch("route", stream, function, grid(tokens, 1, 1, 32, shared), &device) }
     }
 }
 
@@ -163,6 +179,7 @@ mod tests {
 
     #[test]
     fn the_most_experts_fit_every_gpu() {
-        const { assert!(4 * 4 * super::MOST_EXPERTS <= 48 << 10) };
+        // As many groups, and as many choices.
+        const { assert!(4 * 5 * super::MOST_EXPERTS <= 48 << 10) };
     }
 }

@@ -125,7 +125,7 @@ fn routing_is_what_f64_says() {
         (16, plain(1, Score::Sigmoid, Normalise::No), false, false),
         (32, plain(4, Score::SoftmaxOfChosen, Normalise::No), false, true),
         (16, plain(2, Score::SparseMixer { tolerance: 0.01 }, Normalise::No), false, false),
-        (3072, plain(2, Score::Softmax, sum), false, false),
+        (1024, plain(2, Score::Softmax, sum), false, false),
         (1, plain(1, Score::Softmax, sum), false, false),
         (
             512,

@@ -101,7 +101,7 @@ impl Loader {
             return Ok(());
         }
         let whole = self.shared.places.iter().all(|place| place.get().is_some());
-        if whole {
+        if whole && machine::page_cache_is_in_the_way() {
             self.source.release();
         }
         self.progress(self.shared.locked.load(Ordering::Relaxed));
