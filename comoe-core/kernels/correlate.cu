@@ -66,12 +66,17 @@ extern "C" __global__ void __launch_bounds__(kLearners) correlate(const Correlat
     __shared__ float scale[kMostChosen];
     __shared__ uint32_t ranked[kMostRanked], known;
     const uint32_t t = threadIdx.x, k = c.top_k;
-    const bool fresh = c.chosen->fresh;
+    if (!c.chosen->fresh) {
+        // Run again, with the rest of its token. The layer behind the last one that was learned from is still to come, and
+        // what was guessed for it stands; others have been.
+        if (c.guesses > 0 && t < kMostRanked && c.learner->layer != c.layer) c.ranked[t] = kNone;
+        return;
+    }
     if (t < kMostRanked) ranked[t] = kNone;
     if (t == 0) known = 0;
     __syncthreads();
 
-    if (c.guesses > 0 && fresh) {
+    if (c.guesses > 0) {
         // The mean of the rows of what was chosen, each divided by the times that it was.
         for (uint32_t j = t; j < k; j += kLearners) {
             to[j] = c.chosen->ids[j];
@@ -100,9 +105,8 @@ extern "C" __global__ void __launch_bounds__(kLearners) correlate(const Correlat
             if (rank < c.guesses) ranked[rank] = e;
         }
         __syncthreads();
+        if (t < kMostRanked) c.ranked[t] = ranked[t];
     }
-    if (c.guesses > 0 && t < kMostRanked) c.ranked[t] = ranked[t];
-    if (!fresh) return;
 
     Learner& last = *c.learner;
     const uint32_t last_k = last.top_k;

@@ -190,7 +190,8 @@ fn a_simulated_device_learns_what_the_host_would() {
         let partial =
             &move |source| Box::new(SimBackend::new(source, seed).leaving_to_the_host(3)) as Box<dyn Backend>;
         let host = Make::one(DriverKind::Host, whole);
-        for device in [Make::one(DriverKind::Device, whole), Make::one(DriverKind::Device, partial)] {
+        let device = |backend| Make::one(DriverKind::Device, backend);
+        for device in [(device(whole), false), (device(partial), true)] {
             conformance::a_device_learns_what_the_host_would(&Device::Cpu, host, device, 300);
         }
         let device = Make::one(DriverKind::Device, whole);

@@ -265,7 +265,8 @@ pub trait DeviceDriver {
         Err(Error::BadArgument { what: "device driver", reason })
     }
 
-    /// What it has guessed last for each layer by what it learned, likeliest first. For tests.
+    /// What it has guessed last for each layer by what it learned, likeliest first; nothing, perhaps, for layers that were run
+    /// again. For tests.
     #[doc(hidden)]
     fn guesses(&mut self) -> Result<Vec<Vec<u32>>> {
         Ok(Vec::new())

@@ -116,6 +116,6 @@ mod tests {
         assert!(guessed > 1000);
         assert_eq!(turns[whose].learned(), alone.learned());
         let e = new().set_learned(&Correlation::new(&[4, 4], 1).learned()).unwrap_err().to_string();
-        assert!(e.contains("[2, 40]") && e.contains("[3, 66]"), "{e}");
+        assert!(e.contains("[2, 40]") && e.contains("[3, 78]"), "{e}");
     }
 }

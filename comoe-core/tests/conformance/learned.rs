@@ -108,11 +108,11 @@ pub(crate) fn what_was_learned_long_ago_is_scaled_down(on: &Device, host: Make<'
 
 /// The device learns, through prompts of the host's, tokens that are run again and such as are refused, what the host alone
 /// does, and the same as a predictor on its own: tables are the same file, guesses the same list, results the same bits.
-/// `host` makes what the host drives, `device` what the device drives.
+/// `host` makes what the host drives, `device` what the device drives, whose tokens may be `run_again`.
 pub(crate) fn a_device_learns_what_the_host_would(
     on: &Device,
     host: Make<'_>,
-    device: Make<'_>,
+    (device, run_again): (Make<'_>, bool),
     tokens: usize,
 ) {
     const LAYERS: usize = 4;
@@ -182,8 +182,15 @@ pub(crate) fn a_device_learns_what_the_host_would(
         if rows == 1 && !refused && token % 9 == [0, 3, 6][token / 9 % 3] {
             // The host has the tables then.
             let guesses = by_device
-                .with_backend(|backend, _| backend.device_driver()?.guesses().map_err(|e| e.to_string()));
-            assert_eq!(guesses.unwrap()[1..], alone.guesses[1..], "token {token}");
+                .with_backend(|backend, _| backend.device_driver()?.guesses().map_err(|e| e.to_string()))
+                .unwrap();
+            for (layer, want) in alone.guesses.iter().enumerate().skip(1) {
+                let used_up = run_again && guesses[layer].is_empty();
+                assert!(
+                    used_up || guesses[layer] == *want,
+                    "token {token}, layer {layer}: {guesses:?}, not {want:?}"
+                );
+            }
             compared += 1;
         }
         if token % 23 == 11 {
@@ -209,7 +216,8 @@ pub(crate) fn a_device_learns_what_the_host_would(
     by_device.check().unwrap();
     let stats = by_device.stats();
     assert!(stats.device_steps > 2 * tokens as u64, "{stats}");
-    assert!(stats.guessed_right * 4 > stats.guessed && stats.guessed > tokens as u64, "{stats}");
+    assert!(stats.guessed_right > 0, "{stats}");
+    assert!(run_again || stats.guessed_right * 4 > stats.guessed && stats.guessed > tokens as u64, "{stats}");
     println!(
         "{} of {} guesses right, {} brought, {} used",
         stats.guessed_right, stats.guessed, stats.prefetched, stats.prefetch_used
