@@ -23,7 +23,7 @@ use comoe_bench::synth_model::write_model;
 use comoe_bench::timeline::{self, Timeline};
 use comoe_bench::tiny::{self, RunMemory};
 use comoe_bench::{Error, Result, formats, synth};
-use comoe_core::{PeerAccess, Prefetch, PrefetchTrigger};
+use comoe_core::{DriverKind, PeerAccess, Prefetch, PrefetchTrigger};
 
 use crate::args::{
     Args, Ask, DecodeArgs, FormatsArgs, MemoryArgs, PrefillArgs, ReadingArgs, SynthArgs, TransferArgs,
@@ -110,10 +110,11 @@ fn decode_shape(args: &DecodeArgs) -> Result<()> {
         runs.push((None, None, None));
     }
     let whole_on_gpu = !device.is_cpu() && Part::from(args.part) == Part::Model;
-    // On a GPU a whole model decodes as an answer is made. What a table guesses is the host driver's, which is measured
-    // token by token.
-    let stepped = whole_on_gpu && args.prefetch != Prefetch::Correlation;
-    if !args.guess_right.is_empty() && (!stepped || args.prefetch == Prefetch::Off) {
+    // On a GPU a whole model decodes as an answer is made. What the host driver brings by a table is measured token by
+    // token, by when it is brought.
+    let stepped = whole_on_gpu && (args.prefetch != Prefetch::Correlation || args.driver != DriverKind::Host);
+    let hinted = matches!(args.prefetch, Prefetch::StaleGate | Prefetch::Auto);
+    if !args.guess_right.is_empty() && (!stepped || !hinted) {
         return Err(Error::BadOption {
             option: "--guess-right",
             value: format!("with --prefetch {}", args.prefetch),
@@ -143,7 +144,8 @@ fn decode_shape(args: &DecodeArgs) -> Result<()> {
         return Err(Error::BadOption {
             option: "--replay, --no-reuse and --no-graph",
             value: String::new(),
-            expected: "they want a whole model on a GPU, without --prefetch correlation".to_owned(),
+            expected: "they want a whole model on a GPU, without --prefetch correlation --driver host"
+                .to_owned(),
         });
     }
     if args.timeline.is_some() && stepped && args.no_graph {

@@ -25,12 +25,14 @@ constexpr uint32_t kTaken = 1u << 31, kClosed = 1u << 30, kSeen = 1u << 29, kOrd
 // comoe-bench/RESULTS.md, "Prefetch on the device".
 constexpr uint32_t kWorthwhile = 18000;
 
+struct Chosen;
+
 struct Ahead {
     uint32_t state[kCopyBlocks];        // block b has every kCopyBlocks-th piece, from b on
     // By the parity of the layer that is guessed, since the layer before may still be reading its own:
     uint32_t record[2][kMostGuesses];   // likeliest first, in no slot when they were chosen; kNone: no more
     uint32_t width[2];                  // how many of them are brought
-    uint32_t unused[2];
+    Chosen* chosen;                     // [layers] for the branch that learns from it (correlate.cu); else null
     uint64_t staging[2][kMostGuesses];  // addresses for them
 };
 

@@ -1,6 +1,7 @@
 // One translation unit, so that build.rs makes one fatbin.
 #include "ahead.cu"
 #include "combine.cu"
+#include "correlate.cu"
 #include "dequant.cu"
 #include "gemm.cu"
 #include "gemv.cu"

@@ -2,11 +2,12 @@
 // memory. Least recently used, as policy/lru.rs, or by decayed counts, as policy/lfru.rs: a step's experts are accessed
 // in order of first use, and none of them gives up its slot for another.
 #include "ahead.cuh"
+#include "correlate.cuh"
 #include "early.cuh"
 #include "record.cuh"
 
 // As src/backend/cuda/resolve.rs counts them.
-constexpr uint32_t kMostAssignments = 1024, kMostSlots = 1024, kKept = 0x80000000u;
+constexpr uint32_t kMostAssignments = kMostChosen, kMostSlots = 1024, kKept = 0x80000000u;
 
 enum FaultKind : uint32_t {
     FAULT_NONE = 0,
@@ -148,6 +149,7 @@ __device__ __forceinline__ void resolve_block(const Resolve& r, const uint32_t* 
     // From here on the link is this layer's.
     uint32_t brought = 0;
     if (r.ahead && t < kCopyBlocks) brought = atomicOr(&r.ahead->state[t], kClosed);
+    Chosen* const chosen = r.ahead ? r.ahead->chosen : nullptr;
     const uint32_t worth = r.ahead && t == 0 ? r.foresight->worth : 0;
     const bool given = t < n, has_item = t < min(n, r.experts);
     const uint32_t asked = given ? given_ids[t] : 0;
@@ -321,6 +323,7 @@ __device__ __forceinline__ void resolve_block(const Resolve& r, const uint32_t* 
             r.counters->hits += unique - misses;
         }
     }
+    if (chosen) leave_chosen(chosen[r.layer], asked, t, n, !was_done);
     if (r.ahead) {
         __syncthreads();  // `used` is whole
         // Nobody waits for these.

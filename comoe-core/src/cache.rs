@@ -284,7 +284,12 @@ impl ExpertCache {
     /// Tokens that the prefetch in force has learned its table from; `None` where it learns none.
     pub fn predictor_table(&self) -> Option<u64> {
         match self.core.fleet {
-            None => self.core.engine().predictor_table().map(|t| t.tokens()),
+            None => {
+                let mut engine = self.core.engine();
+                // A device that stopped working is reported by the next step; what was known before is known still.
+                let _ = engine.update_predictor_table();
+                engine.predictor_table().map(|t| t.tokens())
+            }
             // Each device learns of its own experts alone.
             Some(_) => None,
         }
@@ -294,9 +299,10 @@ impl ExpertCache {
     /// run; `model` is the model's name. The format is described at [`Correlation::save`](crate::predict::Correlation::save).
     ///
     /// # Errors
-    /// [`Error::Io`]; [`Error::BadArgument`] where nothing is learned.
+    /// [`Error::Io`]; [`Error::BadArgument`] where nothing is learned; where the device learned it, when that stopped working.
     pub fn save_predictor_table(&self, path: &Path, model: &str) -> Result<()> {
         let mut engine = self.core.engine();
+        engine.update_predictor_table()?;
         table_of(&self.core, &mut engine)?.save(path, model, &self.core.directory)
     }
 
@@ -307,6 +313,8 @@ impl ExpertCache {
     /// [`Error::BadArgument`] where nothing is learned.
     pub fn load_predictor_table(&self, path: &Path, model: &str) -> Result<()> {
         let mut engine = self.core.engine();
+        // Who drives on the device takes it over with its next step.
+        engine.host_owns()?;
         table_of(&self.core, &mut engine)?.load(path, model, &self.core.directory)
     }
 

@@ -10,6 +10,7 @@
 //! record still moves at most once per step. With a ring (see `stream`) it passes through that instead.
 
 mod device;
+mod guesses;
 mod locking;
 mod pins;
 mod prefetch;
@@ -34,7 +35,6 @@ pub(crate) use stream::covers;
 use crate::backend::{Backend, BackendMemory, Fill, Queue, SlotId, Ticket, Work, WorkItem};
 use crate::error::{Error, Result};
 use crate::pool::{Located, Pool, SlotState};
-use crate::predict::Correlation;
 use crate::stats::{CacheStats, LayerStats};
 use crate::store::{Directory, RecordIndex};
 
@@ -222,11 +222,6 @@ impl Engine {
         self.prefetch.as_ref().is_some_and(|p| p.predictor.takes_hints())
     }
 
-    /// The table that the prefetch in force learns, if it does.
-    pub(crate) fn predictor_table(&mut self) -> Option<&mut Correlation> {
-        self.prefetch.as_mut().and_then(|p| p.predictor.table())
-    }
-
     pub(crate) fn reset_stats(&mut self) {
         self.reset_device_counts();
         let slots = self.pool.shape().slots();
@@ -264,6 +259,7 @@ impl Engine {
         if self.rules.pin_before_victims {
             self.pool.pin(set.iter().copied());
         }
+        self.teach(seen);
         self.drop_stale(layer);
         let keep = self.most_recent(layer, &needs);
         let mut split = self.split(layer, needs)?;

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use candle_core::{DType, Device, Tensor};
 use comoe_core::backend::cpu::CpuBackend;
 use comoe_core::backend::sim::SimBackend;
-use comoe_core::backend::{Backend, DriverKind, Fill, Queue, SlotId, WorkItem};
+use comoe_core::backend::{Backend, DeviceGuess, DriverKind, Fill, Queue, SlotId, WorkItem};
 use comoe_core::store::{RecordIndex, RecordSource};
 use comoe_core::{
     CacheOptions, Capacity, Error, ExpertCache, ExpertFormat, ExpertSpec, PeerAccess, PolicyKind, Prefetch,
@@ -180,6 +180,66 @@ fn simulated_tokens_run_again() {
             &move |source| Box::new(SimBackend::new(source, seed).leaving_to_the_host(n)) as Box<dyn Backend>;
         let make = |backend| Make::one(DriverKind::Device, backend);
         conformance::tokens_run_again_until_all_is_there(&Device::Cpu, make(whole), make(partial));
+    }
+}
+
+#[test]
+fn a_simulated_device_learns_what_the_host_would() {
+    for seed in 0..2 {
+        let whole = &move |source| Box::new(SimBackend::new(source, seed)) as Box<dyn Backend>;
+        let partial =
+            &move |source| Box::new(SimBackend::new(source, seed).leaving_to_the_host(3)) as Box<dyn Backend>;
+        let host = Make::one(DriverKind::Host, whole);
+        let device = |backend| Make::one(DriverKind::Device, backend);
+        for device in [(device(whole), false), (device(partial), true)] {
+            conformance::a_device_learns_what_the_host_would(&Device::Cpu, host, device, 300);
+        }
+        let device = Make::one(DriverKind::Device, whole);
+        conformance::what_was_learned_long_ago_is_scaled_down(&Device::Cpu, host, device);
+    }
+}
+
+/// `auto` guesses by a table where the first step of one token comes without a guess, and by the caller's word for good
+/// where it comes with one.
+#[test]
+fn who_guesses_is_settled_with_the_first_step() {
+    let experts = Experts::random(ExpertSpec::swiglu(16, 16), ExpertFormat::INT8, 3, 8, 3);
+    let tensor = |ids: [u32; 2]| Tensor::new(&[ids], &Device::Cpu).unwrap();
+    let (x, weights) = (
+        Tensor::ones((1, 16), DType::F32, &Device::Cpu).unwrap(),
+        Tensor::new(&[[0.5f32, 0.5]], &Device::Cpu).unwrap(),
+    );
+    for hinted in [false, true] {
+        let cache = ExpertCache::builder(experts.store(), &Device::Cpu)
+            .options(CacheOptions { capacity: Capacity::Slots(9), top_k: 2, ..CacheOptions::default() })
+            .prefetch(Prefetch::Auto)
+            .driver(DriverKind::Device)
+            .backend(Box::new(SimBackend::new(experts.clone(), 1)))
+            .build()
+            .unwrap();
+        assert_eq!(cache.predictor_table(), Some(0));
+        for token in 0..60u32 {
+            for layer in 0..3u32 {
+                let ids = |layer: u32| [(token * 3 + layer) % 8, (token * 3 + layer + 4) % 8];
+                let (now, next) = (tensor(ids(layer)), tensor(ids(layer + 1)));
+                let step = cache.layer(layer as usize);
+                assert!(step.wants_device_guess(1, 2) == (layer < 2));
+                let step = if hinted { step.with_device_guess(guess_of(&next)) } else { step };
+                step.forward(&x, &now, &weights).unwrap();
+            }
+        }
+        let stats = cache.stats();
+        assert_eq!(cache.predictor_table(), (!hinted).then_some(60));
+        assert!(stats.guessed > 60 && stats.guessed_right * 10 > stats.guessed * 8, "{hinted}: {stats}");
+        assert!(stats.prefetch_judged && stats.bytes_moved > 0, "{stats}");
+    }
+}
+
+fn guess_of(ids: &Tensor) -> DeviceGuess<'_> {
+    DeviceGuess {
+        ids,
+        #[cfg(feature = "cuda")]
+        stream: None,
     }
 }
 
@@ -394,8 +454,9 @@ fn a_driver_that_cannot_be_had_is_refused() {
     }
     let error = simulated(PolicyKind::Lfu, Prefetch::Off).map(drop).unwrap_err().to_string();
     assert!(error.contains("the policy is lfu"), "{error}");
-    let error = simulated(PolicyKind::Lru, Prefetch::Correlation).map(drop).unwrap_err().to_string();
-    assert!(error.contains("prefetching"), "{error}");
+    let learns = simulated(PolicyKind::Lru, Prefetch::Correlation).unwrap();
+    assert_eq!((learns.driver(), learns.predictor_table()), (DriverKind::Device, Some(0)));
+    assert!(!learns.layer(0).wants_device_guess(1, 1) && !learns.layer(0).wants_guess(1));
     for prefetch in [Prefetch::StaleGate, Prefetch::Auto] {
         let cache = simulated(PolicyKind::Lru, prefetch).unwrap();
         assert_eq!(cache.driver(), DriverKind::Device);

@@ -8,6 +8,7 @@ use super::{Fill, SlotId};
 use crate::error::{Error, Result};
 use crate::expert::{ExpertLayout, ExpertSpec};
 use crate::pool::{PoolShape, Residency};
+use crate::predict::Learned;
 use crate::store::Directory;
 
 /// Most tokens of a device-driven step.
@@ -106,7 +107,7 @@ pub struct DeviceStep<'a> {
     /// Where the result goes: `[n, hidden]`, dtype as x, contiguous, on the device. `None`: to a new tensor.
     pub room: Option<&'a Tensor>,
     /// What may be brought for the next layer meanwhile, where the driver does that ([`DeviceDriver::fetch_ahead`]). It
-    /// changes no result and no table.
+    /// changes no result and no slot.
     pub guess: Option<DeviceGuess<'a>>,
 }
 
@@ -202,6 +203,8 @@ pub struct DeviceLimits {
     pub only_into_slots: bool,
     /// It can bring guessed records ahead of their layer: see [`DeviceDriver::fetch_ahead`].
     pub ahead: bool,
+    /// It can make the guesses itself: see [`DeviceDriver::learn`].
+    pub learns: bool,
 }
 
 impl RoutingFault {
@@ -241,6 +244,34 @@ pub trait DeviceDriver {
         Err(Error::BadArgument { what: "device driver", reason })
     }
 
+    /// From now on goes on learning from `learned` with every step, as a [`Correlation`](crate::predict::Correlation) would
+    /// observe it (a step that is run again, once), and brings what that guesses for the next layer where a step of one
+    /// token comes without a guess: the likeliest, as many as the token chose experts, up to 32. After
+    /// [`Self::fetch_ahead`].
+    ///
+    /// # Errors
+    /// [`Error::BadArgument`] where the limits say that it does not do this, and for what was learned of other layers.
+    fn learn(&mut self, learned: &Learned) -> Result<()> {
+        let reason = format!("{} layers to learn of: this driver learns nothing", learned.weights.len());
+        Err(Error::BadArgument { what: "device driver", reason })
+    }
+
+    /// Waits for the steps so far and says what is known by now, all in all; steps may go on.
+    ///
+    /// # Errors
+    /// What went wrong in any of them; [`Error::BadArgument`] where it does not learn.
+    fn learned(&mut self) -> Result<Learned> {
+        let reason = "this driver learns nothing".to_owned();
+        Err(Error::BadArgument { what: "device driver", reason })
+    }
+
+    /// What it has guessed last for each layer by what it learned, likeliest first; nothing, perhaps, for layers that were run
+    /// again. For tests.
+    #[doc(hidden)]
+    fn guesses(&mut self) -> Result<Vec<Vec<u32>>> {
+        Ok(Vec::new())
+    }
+
     /// Starts from what is in the slots: everything that has a slot is there.
     ///
     /// # Errors
@@ -252,6 +283,14 @@ pub trait DeviceDriver {
     /// # Errors
     /// What went wrong in any of them.
     fn residency(&mut self) -> Result<Residency>;
+
+    /// A token begins, whose steps may be captured: what steps before it left to do beside the caller's queue is behind it.
+    ///
+    /// # Errors
+    /// When the device stopped working.
+    fn begin_token(&mut self) -> Result<()> {
+        Ok(())
+    }
 
     /// Enqueues one layer's step and hands out `[n, hidden]`, dtype as x. Waits for nothing, and allocates nothing but
     /// the result once a step of the same top-k and shape has been run.

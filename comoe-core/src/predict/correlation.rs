@@ -8,7 +8,7 @@ use super::{History, Predictor, Scored, rank};
 /// chosen: an estimate of the chance of `f`, in which a rare expert speaks as loudly as a common one. Old observations
 /// fade: each observed token weighs `1 / decay` of the next. Without a layer `l - depth`, the token before is asked: its
 /// last layers come right ahead of the first of this one.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub struct Correlation {
     /// One table per layer: from the layer `depth` before it.
     pub(super) tables: Vec<Table>,
@@ -16,13 +16,13 @@ pub struct Correlation {
     /// Tokens that the tables were learned from.
     pub(super) tokens: u64,
     decay: f32,
-    history: History,
+    pub(super) history: History,
     scratch: Vec<f32>,
     /// The first layers' guides of the token at hand: what the token before chose, as long as it is known.
     wrapped: Vec<Vec<u32>>,
 }
 
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub(super) struct Table {
     pub(super) to: usize,
     /// `[from experts, to experts]`

@@ -57,6 +57,12 @@ impl History {
         }
     }
 
+    /// The layer step that was observed last: its layer, `[tokens, top_k]` choices and top-k.
+    pub fn last_step(&self) -> Option<(usize, &[u32], usize)> {
+        let layer = self.last?;
+        self.layers.get(layer).map(|seen| (layer, seen.choices.as_slice(), seen.top_k))
+    }
+
     /// What the last token that reached `layer` chose there; empty if none did.
     pub fn last_token(&self, layer: usize) -> &[u32] {
         let last = self.layers.get(layer).and_then(|s| s.choices.chunks(s.top_k).last());

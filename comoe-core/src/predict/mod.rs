@@ -5,6 +5,7 @@ mod correlation;
 mod frequency;
 mod gate;
 mod history;
+mod learned;
 mod previous;
 mod stale_gate;
 mod table;
@@ -19,6 +20,7 @@ pub use correlation::Correlation;
 pub use frequency::Frequency;
 pub use gate::{Evidence, EvidenceGate, GateOptions};
 pub use history::History;
+pub use learned::{LastStep, Learned};
 pub use previous::PreviousToken;
 pub use stale_gate::StaleGate;
 pub use table::{TABLE_MAGIC, TABLE_VERSION};
@@ -78,15 +80,14 @@ pub enum Prefetch {
     /// Nothing.
     #[default]
     Off,
-    /// What [`Correlation`] predicts for the next layer.
+    /// What [`Correlation`] predicts for the next layer. Where the device drives steps, it learns and guesses as well.
     Correlation,
     /// What the model's own next router says; see [`StaleGate`]. Nothing where the caller gives no guesses
     /// ([`CacheLayer::with_guess`](crate::CacheLayer::with_guess), and in steps that the device drives
     /// [`CacheLayer::with_device_guess`](crate::CacheLayer::with_device_guess)).
     StaleGate,
     /// [`StaleGate`] with callers that give guesses and [`Correlation`] with others, in layers where it pays: judged all the
-    /// time by an [`EvidenceGate`]. In steps that the device drives, the caller's guesses alone, where they are right often
-    /// enough. (Measured: comoe-bench/RESULTS-predictors.md. [`Combined`] guesses more accesses than
+    /// time by an [`EvidenceGate`], or where the device drives steps, by how often a layer's guesses were right. (Measured: comoe-bench/RESULTS-predictors.md. [`Combined`] guesses more accesses than
     /// [`Correlation`], but no more of those that miss.)
     Auto,
 }

@@ -148,7 +148,7 @@ impl Correlation {
     }
 
     /// Numbers in the tables.
-    fn floats(&self) -> usize {
+    pub(super) fn floats(&self) -> usize {
         self.tables.iter().map(|t| t.totals.len() + t.counts.len()).sum()
     }
 

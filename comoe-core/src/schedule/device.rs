@@ -3,6 +3,7 @@
 use candle_core::Tensor;
 
 use super::Engine;
+use super::guesses::Guesses;
 use super::token::Token;
 use crate::backend::{
     COPIED_RECORD_BYTES, DeviceCounters, DeviceDriver, DeviceLimits, DeviceStep, DriverKind,
@@ -27,25 +28,24 @@ pub(super) struct Drive {
     base: Vec<DeviceCounters>,
     /// How often the device had used each record then.
     base_uses: Vec<u64>,
-    /// The device brings what callers guess for the next layer; whether it is judged.
-    ahead: Option<Ahead>,
+    /// The device brings what is guessed for the next layer.
+    pub(super) ahead: Option<Ahead>,
 }
 
-#[derive(Debug, Clone, Copy)]
-struct Ahead {
+pub(super) struct Ahead {
     judged: bool,
+    pub(super) guesses: Guesses,
 }
 
 impl Engine {
     /// Lets the device drive steps of few tokens from here on, or from when all is page-locked, where that goes on; or says
-    /// why it cannot, or should not where that was not `asked` for. Where guesses are the caller's, prefetching is the
-    /// device's from then on, too, if it is `alone`.
+    /// why it cannot, or should not where that was not `asked` for. Prefetching is the device's from then on, too, if it is
+    /// `alone`.
     pub(crate) fn offer_device(&mut self, asked: DriverKind, alone: bool) -> std::result::Result<(), String> {
-        if let Some(prefetch) = &self.prefetch {
-            if !prefetch.predictor.takes_hints() {
-                return Err("prefetching by what a table has learned is the host driver's".to_owned());
-            }
-            if !alone || !self.backend.device_driver()?.limits().ahead {
+        if let Some(prefetch) = &mut self.prefetch {
+            let (limits, learns) =
+                (self.backend.device_driver()?.limits(), prefetch.predictor.table().is_some());
+            if !alone || !limits.ahead || (learns && !limits.learns) {
                 return Err("prefetching is the host driver's here".to_owned());
             }
         }
@@ -81,11 +81,11 @@ impl Engine {
             }
             _ => {}
         }
-        if let Some(prefetch) = &self.prefetch {
+        if let Some(prefetch) = &mut self.prefetch {
             let (judged, first) = (prefetch.gate.is_some(), shape.slots() as u32);
             let staging: Vec<SlotId> = (first..).take(shape.staging.min(STAGED_AHEAD)).map(SlotId).collect();
             self.backend.device_driver()?.fetch_ahead(&staging, judged).map_err(|e| e.to_string())?;
-            self.drive.ahead = Some(Ahead { judged });
+            self.drive.ahead = Some(Ahead { judged, guesses: Guesses::of(&mut *prefetch.predictor) });
             // Its staging slots are the device's now, and prompts have the ring.
             self.prefetch = None;
         }
@@ -94,9 +94,9 @@ impl Engine {
         Ok(())
     }
 
-    /// Whether device-driven steps of one token make use of a guess for the next layer.
+    /// Whether device-driven steps of one token make use of a caller's guess for the next layer.
     pub(crate) fn fetches_ahead(&self) -> bool {
-        self.drive.ahead.is_some()
+        self.drive.ahead.as_ref().is_some_and(|ahead| ahead.guesses.may_be_callers())
     }
 
     /// Takes back [`Self::offer_device`].
@@ -195,6 +195,7 @@ impl Engine {
             self.report_fault(false)?;
         }
         let ordinal = self.drive.next_ordinal();
+        self.with_memory(|this| this.settle_guesses(&step))?;
         self.with_memory(|this| {
             this.device_owns()?;
             this.driver()?.step(DeviceStep { ordinal, ..step })
@@ -208,6 +209,7 @@ impl Engine {
         self.come_to_rest()?;
         let (shape, residency) = (self.pool.shape().clone(), self.pool.residency());
         self.driver()?.take_over(&shape, &residency)?;
+        self.device_learns()?;
         self.drive.owns = true;
         Ok(())
     }
@@ -223,7 +225,8 @@ impl Engine {
         let fault = self.report_fault(true);
         self.guarded(|this| {
             let residency = this.driver()?.residency()?;
-            this.pool.restore(&residency)
+            this.pool.restore(&residency)?;
+            this.hear_what_was_learned()
         })?;
         self.drive.owns = false;
         fault
@@ -261,7 +264,7 @@ impl Engine {
             stats.prefetch_wasted += wasted;
             stats.prefetch_wasted_bytes += wasted_bytes;
         }
-        stats.prefetch_judged |= self.drive.ahead.is_some_and(|a| a.judged);
+        stats.prefetch_judged |= self.drive.ahead.as_ref().is_some_and(|a| a.judged);
         if stats.pinned_slots > 0 {
             let uses = self.device_uses();
             for record in self.pool.kept() {

@@ -48,6 +48,7 @@ impl Engine {
         }
         self.report_fault(false)?;
         self.with_memory(Self::device_owns)?;
+        self.guarded(|this| this.driver()?.begin_token())?;
         self.drive.token = Some(Token::default());
         Ok(true)
     }

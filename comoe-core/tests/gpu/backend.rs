@@ -150,8 +150,10 @@ pub(crate) fn same(a: &[f32], b: &[f32]) -> bool {
     a.len() == b.len() && a.iter().zip(b).all(|(a, b)| a.to_bits() == b.to_bits())
 }
 
+/// What is prefetched, the host prefetches: `ahead` and `correlate` are about the device.
 pub(crate) fn few_slots(slots: usize, prefetch: Prefetch) -> CacheOptions {
-    CacheOptions { capacity: Capacity::Slots(slots), prefetch, top_k: 2, ..CacheOptions::default() }
+    let driver = if prefetch == Prefetch::Off { DriverKind::Auto } else { DriverKind::Host };
+    CacheOptions { capacity: Capacity::Slots(slots), prefetch, top_k: 2, driver, ..CacheOptions::default() }
 }
 
 /// Issue 3: slots are NaN before each fill; 10,000 steps of random routing; no NaN, and slots equal the store.

@@ -434,18 +434,15 @@ fn what_the_device_cannot_drive_is_said() {
     let said = build(partial, plain.clone()).expect("a cache").notes().join("; ");
     assert!(said.contains("driven by the host") && said.contains("page-locked memory"), "{said}");
     let lfu = CacheOptions { policy: PolicyKind::Lfu, ..plain.clone() };
-    let prefetch = CacheOptions { prefetch: Prefetch::Correlation, ..plain };
-    for (cuda, options, why) in
-        [(CudaOptions::default(), lfu, "policy is lfu"), (CudaOptions::default(), prefetch, "prefetching")]
-    {
-        let auto = build(cuda.clone(), options.clone()).expect("a cache");
-        let said = auto.notes().join("; ");
-        assert!(said.contains("driven by the host") && said.contains(why), "{said}");
-        let asked = CacheOptions { driver: DriverKind::Device, ..options };
-        let error = build(cuda, asked).map(drop).expect_err("refused").to_string();
-        println!("{error}");
-        assert!(error.contains("use auto or host") && error.contains(why), "{error}");
-    }
+    let learned = CacheOptions { prefetch: Prefetch::Correlation, ..plain };
+    let learned = build(CudaOptions::default(), learned).expect("a cache");
+    assert_eq!((learned.driver(), learned.predictor_table()), (DriverKind::Device, Some(0)));
+    let why = "policy is lfu";
+    let said = build(CudaOptions::default(), lfu.clone()).expect("a cache").notes().join("; ");
+    assert!(said.contains("driven by the host") && said.contains(why), "{said}");
+    let asked = CacheOptions { driver: DriverKind::Device, ..lfu };
+    let error = build(CudaOptions::default(), asked).map(drop).expect_err("refused").to_string();
+    assert!(error.contains("use auto or host") && error.contains(why), "{error}");
 }
 
 /// Issue 4: experts expanded to BF16 in their slots, driven by the device: the bits of the host's driver, of every slot

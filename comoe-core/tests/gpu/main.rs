@@ -10,6 +10,7 @@ mod capture;
 mod case;
 #[path = "../conformance/mod.rs"]
 mod conformance;
+mod correlate;
 mod device;
 mod device_timing;
 mod elastic;

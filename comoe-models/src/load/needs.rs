@@ -1,9 +1,10 @@
 //! What a model needs of a device's memory beside its experts, computed before anything is loaded.
 
 use candle_core::DType;
-use comoe_core::backend::cuda::handed_bytes;
+use comoe_core::backend::cuda::{handed_bytes, learned_bytes};
 use comoe_core::plan::DeviceBytes;
 use comoe_core::store::Directory;
+use comoe_core::{CacheOptions, DriverKind, Prefetch};
 
 use super::buffers::{buffer_bytes, driver_bytes};
 use super::workspace::{experts_bytes, workspace_bytes};
@@ -102,6 +103,15 @@ pub(super) fn needs_of_several(
     [DeviceBytes { buffers: alone.buffers + members * first, ..alone }, elsewhere]
 }
 
+/// Device memory of what a GPU learns of routing that drives by itself, alone. With several, the host learns; of `auto`, too,
+/// nothing is learned, since models give guesses.
+pub(super) fn table_bytes(directory: &Directory, cache: &CacheOptions, on_gpu: bool) -> u64 {
+    if !on_gpu || cache.prefetch != Prefetch::Correlation || cache.driver == DriverKind::Host {
+        return 0;
+    }
+    learned_bytes(&directory.layers().iter().map(|l| l.experts).collect::<Vec<_>>())
+}
+
 #[cfg(test)]
 mod tests {
     use std::path::Path;
@@ -114,6 +124,22 @@ mod tests {
 
     fn plan(config: &serde_json::Value) -> DecoderPlan {
         crate::arch::plan(&ConfigFile::parse(Path::new("config.json"), &config.to_string()).unwrap()).unwrap()
+    }
+
+    #[test]
+    fn a_table_is_counted_where_the_gpu_learns_it() {
+        let directory = Directory::new([(0, 4, 512), (1, 6, 512)]).unwrap();
+        let of = |prefetch, driver, on_gpu| {
+            table_bytes(&directory, &CacheOptions { prefetch, driver, ..CacheOptions::default() }, on_gpu)
+        };
+        assert_eq!(of(Prefetch::Correlation, DriverKind::Auto, true), learned_bytes(&[4, 6]));
+        for (prefetch, driver, on_gpu) in [
+            (Prefetch::Auto, DriverKind::Auto, true),
+            (Prefetch::Correlation, DriverKind::Host, true),
+            (Prefetch::Correlation, DriverKind::Auto, false),
+        ] {
+            assert_eq!(of(prefetch, driver, on_gpu), 0);
+        }
     }
 
     #[test]

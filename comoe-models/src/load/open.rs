@@ -8,7 +8,7 @@ use comoe_core::plan::{DeviceBytes, DeviceNeeds, DevicePlan, MemoryPlan, Room, S
 use comoe_core::store::{Checkpoint, ConvertOptions, Directory, ExpertStore, Naming, Quantisation};
 use comoe_core::{CacheOptions, Capacity, CudaOptions, ExpertCache, ExpertFormat, PeerAccess, cuda_memory};
 
-use super::needs::{device_needs, needs_of_several};
+use super::needs::{device_needs, needs_of_several, table_bytes};
 use super::{DenseFormat, DenseWeights, KvFormat, ModelFiles, Progress};
 use crate::arch::{self, DecoderPlan, MoePlan};
 use crate::decoder::Decoder;
@@ -113,7 +113,11 @@ pub(crate) fn open_decoder(
     let (alone, margin) = device_needs(&plan, &weights, store.directory(), context, 1, &in_force, on_gpu);
     let devices: Vec<Device> = std::iter::once(device).chain(&options.more_devices).cloned().collect();
     let sizes = (context, options.dtype);
-    let [others, elsewhere] = needs_of_several(&plan, alone, store.directory(), sizes, devices.len(), on_gpu);
+    let [mut others, elsewhere] =
+        needs_of_several(&plan, alone, store.directory(), sizes, devices.len(), on_gpu);
+    if devices.len() == 1 {
+        others.buffers += table_bytes(store.directory(), &options.cache, on_gpu);
+    }
     let mut cache = CacheOptions { top_k, ..options.cache.clone() };
     let margin = margin + cache.reserve;
     cache.reserve = others.total() + margin;

@@ -8,7 +8,7 @@ use comoe_core::plan::{DeviceBytes, MemoryPlan, Room, SharedPlan, TokenBytes};
 use comoe_core::store::Directory;
 use comoe_core::{CacheOptions, ExpertFormat, ExpertLayout};
 
-use super::needs::{KvPart, device_needs, kv_parts, needs_of_several};
+use super::needs::{KvPart, device_needs, kv_parts, needs_of_several, table_bytes};
 use super::open::{DEFAULT_CONTEXT, checked_store, naming_of, plan_devices};
 use super::{DenseWeights, LoadOptions, ModelFiles};
 use crate::arch::{self, DecoderPlan};
@@ -33,6 +33,8 @@ pub struct ModelPlan {
     directory: Directory,
     slot_bytes: usize,
     others: DeviceBytes,
+    /// Of a device alone, besides.
+    table: u64,
     dtype: DType,
     margin: u64,
     kv: Vec<KvPart>,
@@ -76,6 +78,7 @@ impl ModelPlan {
         Ok(Self {
             kv: kv_parts(&plan, context, target.batch, options.dtype, options.kv),
             read: others.dense.saturating_sub(table as u64),
+            table: table_bytes(&directory, &options.cache, target.on_gpu),
             plan,
             target,
             format,
@@ -102,7 +105,7 @@ impl ModelPlan {
     /// As [`MemoryPlan::new`].
     pub fn memory(&self, room: &Room, options: &CacheOptions) -> Result<MemoryPlan> {
         let options = CacheOptions { top_k: self.top_k(), ..options.clone() };
-        let needs = (self.others, self.margin + options.reserve);
+        let needs = (self.needs(1)[0], self.margin + options.reserve);
         Ok(MemoryPlan::new(room, needs, &options, &self.directory, self.slot_bytes)?)
     }
 
@@ -120,7 +123,10 @@ impl ModelPlan {
     /// Memory of everything but slots on the first of so many devices, and on every other one.
     pub fn needs(&self, devices: usize) -> [DeviceBytes; 2] {
         let sizes = (self.context, self.dtype);
-        needs_of_several(&self.plan, self.others, &self.directory, sizes, devices, self.target.on_gpu)
+        let [mut first, other] =
+            needs_of_several(&self.plan, self.others, &self.directory, sizes, devices, self.target.on_gpu);
+        first.buffers += if devices == 1 { self.table } else { 0 };
+        [first, other]
     }
 
     /// Most experts that a token uses in a layer.

@@ -61,6 +61,64 @@ fn the_stale_gate_brings_experts_and_changes_no_bit() {
     }
 }
 
+/// The same with what the device learns of routing: no router is asked, and what was learned is as good a guess for prompts
+/// and tokens to come, whoever drives them.
+#[test]
+#[ignore = "needs a CUDA device"]
+fn what_the_device_learns_brings_experts_and_changes_no_bit() {
+    let prompt = &prompts()[0];
+    let plain = LoadOptions {
+        format: Some(ExpertFormat::Int4 { group: 64 }),
+        dtype: DType::BF16,
+        cache_dir: Some(converted()),
+        ..LoadOptions::default()
+    };
+    let want = decode(&open(&plain), prompt, 400, &drawn(7), false);
+    let folder = tempfile::tempdir().expect("a folder");
+    for slots in [72, 48, 24, 13] {
+        let of = |driver| {
+            let prefetch = Prefetch::Correlation;
+            let cache =
+                CacheOptions { capacity: Capacity::Slots(slots), driver, prefetch, ..plain.cache.clone() };
+            open(&LoadOptions { cache, ..plain.clone() })
+        };
+        let decoder = of(DriverKind::Device);
+        let experts = decoder.experts();
+        assert_eq!(experts.driver(), DriverKind::Device);
+        for graph in [true, false] {
+            let what = format!("{slots} slots, graph {graph}");
+            experts.reset_stats();
+            let have = decode(&decoder, prompt, 400, &drawn(7), graph);
+            same(&have, &want, &what);
+            assert_eq!(have.replayed > 380, graph, "{what}: {} replayed, {:?}", have.replayed, have.note);
+            let stats = experts.stats();
+            assert!(stats.guessed_right > 0 && stats.prefetch_used > 0, "{what}: {stats}");
+            println!(
+                "{what}: {} of {} guesses right, of {} misses; {} brought, {} used, {} of {} KiB wasted",
+                stats.guessed_right,
+                stats.guessed,
+                stats.misses(),
+                stats.prefetched,
+                stats.prefetch_used,
+                stats.prefetch_wasted_bytes >> 10,
+                stats.prefetched_bytes >> 10
+            );
+        }
+        experts.check().expect("slots equal the store");
+        // Both ways to decode have seen the same prompt and the same tokens: as the host alone would have learned.
+        let host = of(DriverKind::Host);
+        for _ in 0..2 {
+            decode(&host, prompt, 400, &drawn(7), false);
+        }
+        let kept = [&decoder, &host].map(|decoder| {
+            let path = folder.path().join("a.table");
+            decoder.experts().save_predictor_table(&path, "m").expect("a file");
+            (decoder.experts().predictor_table(), std::fs::read(path).expect("a file"))
+        });
+        assert!(kept[0] == kept[1], "{slots} slots: {:?} and {:?} tokens", kept[0].0, kept[1].0);
+    }
+}
+
 #[test]
 #[ignore = "needs a CUDA device"]
 fn every_family_can_be_asked_one_layer_early() {

@@ -1,6 +1,6 @@
 //! A branch beside the compute queue, on which a device-driven step brings what the caller guesses for the next layer;
 //! kernels/ahead.cuh says how it and the steps keep apart. Captured, it is a branch of the graph, forked in every layer
-//! and joined in the last.
+//! and joined in the last. Where guesses come of what was learned, that is done on it, too (see `correlate`).
 
 use std::sync::Arc;
 
@@ -9,6 +9,7 @@ use cudarc::driver::{CudaEvent, CudaStream, DeviceRepr, LaunchConfig, PushKernel
 
 use super::context::{Doing, Gpu};
 use super::copies::Slots;
+use super::correlate::{Learner, Observed};
 use super::kernels::Kernels;
 use super::resolve::NONE;
 use super::slab::Slab;
@@ -16,6 +17,7 @@ use super::timeline::{OwnStream, Rank};
 use super::upload::bytes_of;
 use crate::backend::{AheadCounters, STAGED_AHEAD, SlotId};
 use crate::error::{Error, Result};
+use crate::predict::Learned;
 
 /// As kernels/ahead.cuh has them.
 const BLOCKS: usize = 4;
@@ -23,8 +25,9 @@ const THREADS: u32 = 256 + 32;
 pub(super) const FETCH_SHARED_BYTES: u32 = 4 * 16 * 256 * 4;
 /// Guesses of a layer that are brought.
 const MOST_GUESSES: usize = STAGED_AHEAD / 2;
-/// `sizeof(Ahead)`, where its staging addresses begin in it, and `sizeof(Foresight)`.
+/// `sizeof(Ahead)`, where the address of what was chosen and its staging addresses begin in it, and `sizeof(Foresight)`.
 const AHEAD_BYTES: usize = 80;
+const CHOSEN_AT: usize = 40;
 const STAGING_AT: usize = 48;
 const FORESIGHT_BYTES: usize = 56;
 /// From this share of right guesses on, in 2^-16, a layer's are brought.
@@ -90,8 +93,9 @@ pub(super) struct Ahead {
     given: CudaEvent,
     due: CudaEvent,
     over: CudaEvent,
-    /// Something was enqueued on the branch since it was last joined.
-    forked: bool,
+    /// The layer that something was enqueued on the branch for, if it was since that was last joined.
+    forked: Option<usize>,
+    learner: Option<Learner>,
 }
 
 impl Ahead {
@@ -134,12 +138,63 @@ impl Ahead {
             given: event()?,
             due: event()?,
             over: event()?,
-            forked: false,
+            forked: None,
+            learner: None,
         })
     }
 
     pub(super) fn bytes(&self) -> usize {
-        self.slab.bytes()
+        self.slab.bytes() + self.learner.as_ref().map_or(0, Learner::bytes)
+    }
+
+    /// Goes on from what was learned of layers with so many `experts`, once the GPU is idle.
+    pub(super) fn learn(&mut self, gpu: &Gpu, experts: &[usize], learned: &Learned) -> Result<()> {
+        if let Some(learner) = &mut self.learner {
+            return learner.load(learned);
+        }
+        let mut learner = Learner::new(gpu, experts)?;
+        learner.load(learned)?;
+        self.slab.write(CHOSEN_AT, &learner.chosen_address().to_le_bytes())?;
+        self.learner = Some(learner);
+        Ok(())
+    }
+
+    pub(super) fn learner(&self) -> Option<&Learner> {
+        self.learner.as_ref()
+    }
+
+    /// Where `step`'s guess for the next layer will be, if it gets one of what was learned.
+    pub(super) fn guess_of(&self, step: Observed) -> Option<u64> {
+        let learner = self.learner.as_ref().filter(|_| step.guesses && step.tokens == 1)?;
+        (step.layer + 1 < self.layers).then(|| learner.guess_address(step.layer + 1))
+    }
+
+    /// Before a step of `layer` changes what a step before has left for the branch: in the order of a token's layers the branch
+    /// has been joined.
+    pub(super) fn enter(&mut self, compute: &CudaStream, layer: usize) -> Result<()> {
+        match self.forked {
+            Some(last) if layer <= last => self.join(compute),
+            _ => Ok(()),
+        }
+    }
+
+    /// Lets the branch learn from a step whose `resolve` is the last on `compute`.
+    ///
+    /// # Safety
+    /// As [`Learner::observe`].
+    pub(super) unsafe fn observe(
+        &mut self,
+        kernels: &Kernels,
+        compute: &CudaStream,
+        step: Observed,
+    ) -> Result<()> {
+        let Some(learner) = &self.learner else { return Ok(()) };
+        let own = self.stream.get();
+        self.due.record(compute).doing("recording an event")?;
+        own.wait(&self.due).doing("waiting for an event")?;
+        self.forked = Some(step.layer);
+        // SAFETY: the caller's promise; the branch is one stream, which `enter` joins before a layer's turn comes again.
+        unsafe { learner.observe(kernels, own, step) }
     }
 
     /// Addresses of what is common to all layers, and of what is layer `layer`'s own.
@@ -175,14 +230,14 @@ impl Ahead {
         }
         self.due.record(compute).doing("recording an event")?;
         own.wait(&self.due).doing("waiting for an event")?;
-        self.forked = true;
+        self.forked = Some(args.layer as usize);
         // SAFETY: the caller's promise; the addresses that are set here are this struct's own.
         unsafe { kernels.fetch(own, &args) }
     }
 
     /// What follows on `compute` comes after the branch, whose last request the last layer has closed.
     pub(super) fn join(&mut self, compute: &CudaStream) -> Result<()> {
-        if !std::mem::take(&mut self.forked) {
+        if self.forked.take().is_none() {
             return Ok(());
         }
         self.over.record(self.stream.get()).doing("recording an event")?;

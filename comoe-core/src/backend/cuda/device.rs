@@ -15,6 +15,7 @@ use super::ahead::{Ahead, Fetch};
 use super::backend::CudaBackend;
 use super::compute::address_of;
 use super::context::Doing;
+use super::correlate::{MOST_EXPERTS, Observed};
 use super::kernels::{CombineArgs, DequantArgs, DownArgs, GateUpArgs, Items};
 use super::options::Expansion;
 use super::resolve::{
@@ -29,9 +30,14 @@ use crate::backend::{
 use crate::error::{Error, Result};
 use crate::expert::{ExpertLayout, ExpertSpec, WeightOn};
 use crate::pool::{PoolShape, Residency};
+use crate::predict::Learned;
 
 fn no_tables() -> Error {
     Error::BadArgument { what: "device driver", reason: "step before take_over".to_owned() }
+}
+
+fn no_learner() -> Error {
+    Error::BadArgument { what: "device driver", reason: "nothing is learned before learn".to_owned() }
 }
 
 impl CudaBackend {
@@ -307,7 +313,8 @@ impl DeviceDriver for CudaBackend {
         let only_into_slots = partial.is_some() || !self.options.expansions.is_empty();
         // Places in a record are 32 bits there.
         let ahead = u32::try_from(self.source.directory().largest_record()).is_ok();
-        DeviceLimits { only_into_slots, partial, ahead }
+        let learns = ahead && self.source.directory().layers().iter().all(|l| l.experts <= MOST_EXPERTS);
+        DeviceLimits { only_into_slots, partial, ahead, learns }
     }
 
     fn fetch_ahead(&mut self, staging: &[SlotId], judged: bool) -> Result<()> {
@@ -315,6 +322,22 @@ impl DeviceDriver for CudaBackend {
         let delays = self.options.faults.delay_seed.is_some();
         self.ahead = Some(Ahead::new(&self.gpu, slots, staging, layers, judged, delays)?);
         Ok(())
+    }
+
+    fn learn(&mut self, learned: &Learned) -> Result<()> {
+        let experts: Vec<usize> = self.source.directory().layers().iter().map(|l| l.experts).collect();
+        match &mut self.ahead {
+            Some(ahead) => ahead.learn(&self.gpu, &experts, learned),
+            None => Err(no_learner()),
+        }
+    }
+
+    fn learned(&mut self) -> Result<Learned> {
+        self.ahead.as_ref().and_then(Ahead::learner).ok_or_else(no_learner)?.learned()
+    }
+
+    fn guesses(&mut self) -> Result<Vec<Vec<u32>>> {
+        self.ahead.as_ref().and_then(Ahead::learner).ok_or_else(no_learner)?.guesses()
     }
 
     fn take_over(&mut self, shape: &PoolShape, residency: &Residency) -> Result<()> {
@@ -340,6 +363,14 @@ impl DeviceDriver for CudaBackend {
         self.tables()?.residency()
     }
 
+    fn begin_token(&mut self) -> Result<()> {
+        match &mut self.ahead {
+            // Of a token that was given up; others have joined the branch.
+            Some(ahead) => ahead.join(self.compute.stream()),
+            None => Ok(()),
+        }
+    }
+
     fn step(&mut self, step: DeviceStep<'_>) -> Result<Tensor> {
         self.gpu.bind()?;
         let caller = self.gpu.candle_stream();
@@ -347,7 +378,15 @@ impl DeviceDriver for CudaBackend {
         let expansion = self.expansion(step.layer);
         let ask = Ask::new(&step, &io, expansion.as_ref());
         let launches = self.launches(&ask)?;
-        let guess = step.guess.map(|guess| Guess::new(&guess, &caller)).transpose()?;
+        let observed =
+            Observed { layer: step.layer, tokens: io.tokens, top_k: io.top_k, guesses: step.guess.is_none() };
+        let guess = match step.guess {
+            Some(guess) => Some(Guess::new(&guess, &caller)?),
+            None => {
+                let own = self.ahead.as_ref().and_then(|ahead| ahead.guess_of(observed));
+                own.map(|at| Guess { at, len: io.top_k, stream: None })
+            }
+        };
         let fetch = match &guess {
             Some(guess) => self.fetch(step.layer, guess)?.map(|fetch| (fetch, guess.stream)),
             None => None,
@@ -366,11 +405,17 @@ impl DeviceDriver for CudaBackend {
         self.runs += 1;
         self.options.faults.delay(self.compute.stream(), self.runs)?;
         let stream = self.compute.stream();
+        if let Some(ahead) = self.ahead.as_mut() {
+            ahead.enter(stream, step.layer)?;
+        }
         // SAFETY: x, ids, weights and y are tensors of the shapes that were checked, ordered before and after by
         // `enter` and `leave`; `launches` speaks for the rest; nobody else touches tables or slots while the device owns
         // them.
         unsafe {
             self.kernels.resolve(stream, &launches.resolve)?;
+            if let Some(ahead) = self.ahead.as_mut() {
+                ahead.observe(&self.kernels, stream, observed)?;
+            }
             self.read_expanded(&launches)?;
             self.kernels.gate_up(stream, &launches.gate_up)?;
             // Most of what this layer misses is there by now, so what is brought for the next one holds it up little, and

@@ -121,6 +121,7 @@ pub struct Kernels {
     pull: CudaFunction,
     resolve: CudaFunction,
     fetch: CudaFunction,
+    correlate: CudaFunction,
     peers: PeerKernels,
 }
 
@@ -206,6 +207,7 @@ impl Kernels {
                 fetch.set_attribute(most, FETCH_SHARED_BYTES as i32).map_err(fail)?;
                 fetch
             },
+            correlate: function("correlate")?,
             peers: PeerKernels::load(&module).map_err(fail)?,
         })
     }
@@ -221,6 +223,10 @@ impl Kernels {
 
     pub(super) fn fetch_function(&self) -> &CudaFunction {
         &self.fetch
+    }
+
+    pub(super) fn correlate_function(&self) -> &CudaFunction {
+        &self.correlate
     }
 
     pub(super) fn launch_error(&self, what: &str, error: DriverError) -> Error {

@@ -6,7 +6,7 @@
 //! `timeline` (streams and tickets), `batch`, `expand`, `sender`, `bounce` and `copies` (the copy queues), `compute` and
 //! `upload` (the compute queue), `kernels`, and the backend that puts them together, with `ffn` for the experts' work and `many` for steps of many tokens.
 //! `device`, `tables` and `resolve` are the driver whose tables live on the GPU, `ahead` is what it brings before it is asked
-//! for. A backend serves one GPU and nothing here
+//! for, and `correlate` what it learns to guess that. A backend serves one GPU and nothing here
 //! is global, so several GPUs are several backends, and `peers` is what is between them.
 
 #[cfg(feature = "cuda")]
@@ -25,6 +25,8 @@ mod compute;
 mod context;
 #[cfg(feature = "cuda")]
 mod copies;
+#[cfg(feature = "cuda")]
+mod correlate;
 #[cfg(feature = "cuda")]
 mod device;
 #[cfg(feature = "cuda")]
@@ -82,7 +84,7 @@ pub use options::{CudaOptions, Progress, ResidentFormat};
 pub(crate) use peers::Peers;
 #[cfg(feature = "cuda")]
 pub use pool_memory::cuda_pool;
-pub use workspace::{MOST_GEMV_TOKENS, handed_bytes, workspace_bytes};
+pub use workspace::{MOST_GEMV_TOKENS, handed_bytes, learned_bytes, workspace_bytes};
 
 #[cfg(not(feature = "cuda"))]
 fn not_built(asked: String) -> crate::Error {

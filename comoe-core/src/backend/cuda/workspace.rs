@@ -35,6 +35,19 @@ pub fn handed_bytes(spec: &ExpertSpec, top_k: usize) -> [u64; 2] {
     [(2 * 4 * rows * spec.hidden) as u64, (3 * handed) as u64]
 }
 
+/// Guesses of a layer that are kept.
+pub(super) const MOST_RANKED: usize = 32;
+
+/// GPU memory in bytes of what is learned of routing ([`Prefetch::Correlation`](crate::Prefetch::Correlation)) where steps are
+/// driven by the GPU, for layers of so many `experts`.
+pub fn learned_bytes(experts: &[usize]) -> u64 {
+    let before = experts.last().into_iter().chain(experts);
+    let counts: usize = before.zip(experts).map(|(before, own)| before * (1 + own)).sum();
+    // The last step, and for each layer a weight, guesses, and what was chosen.
+    let steps = 6 + MOST_DEVICE_ASSIGNMENTS + experts.len() * (1 + MOST_RANKED + 4 + MOST_DEVICE_ASSIGNMENTS);
+    4 * (steps + counts) as u64
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -47,6 +60,13 @@ mod tests {
         assert_eq!(bytes(DType::BF16, 512), 512 * 8 * (4 * 2048 + 2 * 768));
         assert_eq!(bytes(DType::F32, 512), 512 * bytes(DType::F32, 1));
         assert_eq!(bytes(DType::F16, 512), bytes(DType::BF16, 512) + 512 * 2 * 2048);
+    }
+
+    #[test]
+    fn what_is_learned_is_counted_by_pairs_of_layers() {
+        assert_eq!(learned_bytes(&[4, 6]), 4 * (6 + 1024 + 2 * 1061 + 6 * 5 + 4 * 7));
+        // DeepSeek-V3: 15 MB.
+        assert_eq!(learned_bytes(&[256; 58]) - 4 * 58 * 256 * 257, 4 * (1030 + 58 * 1061));
     }
 
     #[test]

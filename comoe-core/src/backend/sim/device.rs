@@ -12,8 +12,11 @@ use crate::backend::{
 use crate::error::{Error, Result};
 use crate::policy::{EvictionPolicy, Lfru, Lru};
 use crate::pool::{Pool, PoolShape, Residency};
+use crate::predict::{Correlation, Learned, Predictor};
 use crate::store::RecordIndex;
 
+/// Most experts of a guess.
+const MOST_GUESSED: usize = 32;
 /// Bytes of tables for a record.
 const TABLE_BYTES: u64 = 64 << 10;
 
@@ -30,6 +33,9 @@ pub(super) struct Tables {
     again: bool,
     /// Guesses are taken, and whether they are judged.
     ahead: Option<bool>,
+    /// What they come from where a step has none, and the last ones by layer.
+    learns: Option<Correlation>,
+    guesses: Vec<Vec<u32>>,
     /// Layer, and its records that were brought for it.
     brought: (usize, Vec<RecordIndex>),
     /// Of the device's memory, where that is counted.
@@ -102,6 +108,23 @@ impl SimBackend {
         Ok(())
     }
 
+    /// Learns from a step that was not learned from before; what that guesses for the next layer.
+    fn learn_from(&mut self, layer: usize, ids: &[u32], top_k: usize) -> Option<Vec<u32>> {
+        let layers = self.source.directory().layers().len();
+        let tables = &mut self.tables;
+        let table = tables.learns.as_mut()?;
+        table.observe(layer, ids, top_k);
+        if ids.len() > top_k || layer + 1 >= layers {
+            return None;
+        }
+        let mut scored = Vec::new();
+        table.predict(layer + 1, &mut scored);
+        let guess: Vec<u32> = scored.iter().take(top_k.min(MOST_GUESSED)).map(|s| s.expert).collect();
+        tables.guesses.resize(layers, Vec::new());
+        tables.guesses[layer + 1].clone_from(&guess);
+        Some(guess)
+    }
+
     /// Whether only the host can bring a record.
     fn is_host_only(&self, record: RecordIndex) -> bool {
         self.host_only.is_some_and(|n| record.0.is_multiple_of(n))
@@ -122,7 +145,7 @@ impl DeviceDriver for SimBackend {
             Some(Locking { locked, .. }) => Some(format!("only {locked} records are page-locked")),
             None => self.host_only.map(left),
         };
-        DeviceLimits { only_into_slots: partial.is_some(), partial, ahead: true }
+        DeviceLimits { only_into_slots: partial.is_some(), partial, ahead: true, learns: true }
     }
 
     /// What is brought is counted and no more: here every record is as near as every other.
@@ -133,6 +156,24 @@ impl DeviceDriver for SimBackend {
         }
         self.tables.ahead = Some(judged);
         Ok(())
+    }
+
+    fn learn(&mut self, learned: &Learned) -> Result<()> {
+        let experts: Vec<usize> = self.source.directory().layers().iter().map(|l| l.experts).collect();
+        let mut table = Correlation::new(&experts, 1);
+        table.set_learned(learned)?;
+        self.tables.learns = Some(table);
+        Ok(())
+    }
+
+    fn learned(&mut self) -> Result<Learned> {
+        let reason = "learned before learn".to_owned();
+        let table = self.tables.learns.as_ref();
+        table.map(Correlation::learned).ok_or(Error::BadArgument { what: "device driver", reason })
+    }
+
+    fn guesses(&mut self) -> Result<Vec<Vec<u32>>> {
+        Ok(self.tables.guesses.clone())
     }
 
     fn take_over(&mut self, shape: &PoolShape, residency: &Residency) -> Result<()> {
@@ -203,8 +244,13 @@ impl DeviceDriver for SimBackend {
                 set.iter().for_each(|r| self.tables.uses[r.0 as usize] += 1);
                 self.tables.done = ordinal + 1;
                 self.tables.count_brought(layer, &missed, layout.record_bytes as u64);
+                let learned = self.learn_from(layer, &ids.flatten_all()?.to_vec1::<u32>()?, top_k);
+                let guess = match guess {
+                    Some(guess) => Some(guess.ids.flatten_all()?.to_vec1::<u32>()?),
+                    None => learned,
+                };
                 if let (Some(guess), Some(_)) = (guess, self.tables.ahead) {
-                    self.look_ahead(layer + 1, &guess.ids.flatten_all()?.to_vec1::<u32>()?)?;
+                    self.look_ahead(layer + 1, &guess)?;
                 }
                 missed
             }
