@@ -394,18 +394,24 @@ __device__ __forceinline__ void one_token_down_digits(const Item* items, const u
     // What this kernel writes, and that it ends, must come after all of the previous one, whatever there was to do.
     wait_for_previous();
     if (out.y == nullptr) return;
+    // Lane j has the weight of expert j, asked for before the slowest warp is waited for. 1 changes no bit.
+    const auto weights_from = [&](uint32_t j) {
+        return out.weights && j + lane < out.top_k ? out.weights[j + lane] : 1.f;
+    };
+    float weight = warp == 0 ? weights_from(0) : 1.f;
     __syncthreads();
-    if (threadIdx.x < 16 && row0 + threadIdx.x < rows) {
-        float sum = 0.f;
-        for (uint32_t j = 0; j < out.top_k; j++) {
-            const float* of = sums + j * kDownSlots * 16 + threadIdx.x;
-            float v = of[0];
+    if (warp > 0) return;
+    float sum = 0.f;
+#pragma unroll 4
+    for (uint32_t j = 0; j < out.top_k; j++) {
+        if (j > 0 && j % 32 == 0) weight = weights_from(j);
+        const float* of = sums + j * kDownSlots * 16 + lane % 16;
+        float v = of[0];
 #pragma unroll
-            for (uint32_t k = 1; k < kDownSlots; k++) v += of[16 * k];
-            sum = out.weights ? __fmaf_rn(out.weights[j], v, sum) : sum + v;
-        }
-        store_from_float(out.y, out.dtype, row0 + threadIdx.x, sum);
+        for (uint32_t k = 1; k < kDownSlots; k++) v += of[16 * k];
+        sum = __fmaf_rn(__shfl_sync(0xffffffffu, weight, j % 32), v, sum);
     }
+    if (lane < 16 && row0 + lane < rows) store_from_float(out.y, out.dtype, row0 + lane, sum);
 }
 
 extern "C" __global__ void __launch_bounds__(32 * kGateUpSlots, 3)

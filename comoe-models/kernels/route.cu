@@ -144,7 +144,6 @@ __device__ __forceinline__ void route(const RouteArgs& a) {
             }
         }
         const uint32_t top = __reduce_max_sync(kAll, best);
-        id = __reduce_min_sync(kAll, best == top ? id : kAll);
         if (a.scoring == SPARSE_MIXER) {
             // A softmax over what is left and near the best, relative to the larger of the two; the best's term is 1.
             const float most = unordered(top);
@@ -157,11 +156,15 @@ __device__ __forceinline__ void route(const RouteArgs& a) {
             near = warp_sum(near);
             if (lane == 0) chosen[j] = 1.f / near;
         }
-        // Only a token that has been reported as broken can have nothing left to choose.
-        if (lane == 0) id_of[j] = id < experts ? id : j;
+        bool mine = best == top;
+        if (__popc(__ballot_sync(kAll, mine)) > 1) mine = id == __reduce_min_sync(kAll, mine ? id : kAll);
+        if (mine) {
+            // Only a token that has been reported as broken can have nothing left to choose.
+            id_of[j] = top > 0 ? id : j;
 #pragma unroll
-        for (int r = 0; r < R; r++) {
-            if (id == lane + 32 * r) key[r] = 0;
+            for (int r = 0; r < R; r++) {
+                if (id == lane + 32 * r) key[r] = 0;
+            }
         }
     }
     __syncwarp();
