@@ -216,12 +216,7 @@ impl<M: AsRef<Decoder>> Loaded<M> {
     pub(crate) fn partly_locked(&self) -> Option<String> {
         let locking = self.model.as_ref().experts().page_locking().filter(|_| self.locking.get())?;
         self.locking.set(locking.took.is_none());
-        let why = locking.why_partial?;
-        Some(format!(
-            "{} of {} of the experts are in page-locked memory: {why}; the others pass through a buffer, which is slower",
-            human_bytes(locking.locked),
-            human_bytes(locking.total)
-        ))
+        locking.why_partial.is_some().then(|| locking.to_string())
     }
 
     /// Keeps what the run learned for the next one: what prefetching and pinning go by.

@@ -60,7 +60,7 @@ pub fn ram_available() -> Option<u64> {
 /// Whether memory is so short that a file that was read whole and is held elsewhere should leave the page cache: less than an
 /// eighth of it is in no use at all. Where there is more, the next start finds the file in memory, and the system takes
 /// the pages when somebody needs them.
-pub(crate) fn page_cache_is_in_the_way() -> bool {
+pub fn page_cache_is_in_the_way() -> bool {
     let number = |path: &str| fs::read_to_string(path).ok()?.trim().parse::<u64>().ok();
     let group = number("/sys/fs/cgroup/memory.max").zip(number("/sys/fs/cgroup/memory.current"));
     let system = meminfo("MemTotal:").zip(meminfo("MemFree:"));

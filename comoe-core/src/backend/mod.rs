@@ -13,6 +13,7 @@ pub mod sim;
 
 use std::any::Any;
 use std::borrow::Cow;
+use std::fmt;
 use std::ops::Range;
 use std::time::Duration;
 
@@ -28,6 +29,7 @@ pub use device::{
 
 use crate::error::{Error, Result};
 use crate::expert::{ExpertLayout, ExpertSpec};
+use crate::stats::human_bytes;
 use crate::store::RecordIndex;
 
 /// An in-order queue of a backend.
@@ -140,6 +142,22 @@ pub struct PageLocking {
     pub took: Option<Duration>,
     /// Why the others are not, where it ended before.
     pub why_partial: Option<String>,
+}
+
+impl fmt::Display for PageLocking {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let all = human_bytes(self.total);
+        match (self.took, &self.why_partial) {
+            (None, _) => write!(f, "experts ({all}) are read and page-locked while it answers"),
+            (Some(_), None) => write!(f, "all experts ({all}) are in page-locked memory"),
+            (Some(_), Some(why)) => write!(
+                f,
+                "{} of {all} of the experts are in page-locked memory: {why}; the others pass through a page-locked \
+                 buffer, which is slower",
+                human_bytes(self.locked)
+            ),
+        }
+    }
 }
 
 /// Device memory that a backend holds, in bytes.

@@ -147,23 +147,6 @@ impl Arena {
             why_partial,
         }
     }
-
-    /// What is in force, for people to read.
-    pub(super) fn note(&self) -> String {
-        let all = human_bytes(self.shared.total);
-        let Some(ended) = self.shared.ended.get() else {
-            return format!("experts ({all}) are read and page-locked while it answers");
-        };
-        if ended.whole {
-            return format!("all experts ({all}) are in page-locked memory");
-        }
-        let why = ended.why();
-        format!(
-            "{} of {all} of the experts are in page-locked memory: {why}; the others pass through a page-locked \
-             buffer, which is slower",
-            human_bytes(self.locked())
-        )
-    }
 }
 
 impl Drop for Arena {

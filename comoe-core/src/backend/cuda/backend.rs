@@ -156,7 +156,7 @@ impl CudaBackend {
     /// Which records are page-locked, for people to read.
     pub(super) fn memory_note(&self) -> String {
         match (&self.options.tier, &self.tier) {
-            (None, _) => self.arena.note(),
+            (None, _) => self.arena.locking().to_string(),
             (Some(_), Some(tier)) => {
                 format!("what RAM holds of the experts is page-locked ({})", human_bytes(tier.bytes()))
             }
