@@ -17,7 +17,6 @@ use super::pinned::LockedMap;
 use super::sender::Piece;
 use crate::backend::PageLocking;
 use crate::error::{Error, Result};
-use crate::stats::human_bytes;
 use crate::store::{RecordIndex, RecordSource};
 
 /// Where a record lies in page-locked memory.
