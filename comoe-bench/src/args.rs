@@ -152,8 +152,8 @@ pub(crate) struct DecodeArgs {
     /// Draw tokens a second and hits against slots to this SVG.
     #[arg(long, value_name = "FILE")]
     pub(crate) plot: Option<PathBuf>,
-    /// Write what ran when to this file, as a Chrome trace: on the CPU every token measured, on a GPU a step of the
-    /// graph, by part.
+    /// Write what ran when to this file, as a Chrome trace: every token measured; of a whole model on a GPU 16 tokens behind
+    /// those, part by part where steps are replayed as a graph.
     #[arg(long, value_name = "FILE")]
     pub(crate) timeline: Option<PathBuf>,
 }
@@ -199,7 +199,7 @@ pub(crate) struct PrefillArgs {
     /// Draw tokens a second and hits against slots to this SVG.
     #[arg(long, value_name = "FILE")]
     pub(crate) plot: Option<PathBuf>,
-    /// Write what ran when to this file, as a Chrome trace: the last prompt of each length; on the CPU.
+    /// Write what ran when to this file, as a Chrome trace: the last prompt of each length.
     #[arg(long, value_name = "FILE")]
     pub(crate) timeline: Option<PathBuf>,
 }

@@ -5,12 +5,13 @@ use std::borrow::Cow;
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Instant;
 
 use candle_core::Tensor;
 use comoe_core::Result;
 use comoe_core::backend::{
-    Backend, BackendInfo, BackendMemory, Chunks, DeviceDriver, Fill, Queue, SlotId, Ticket, TransferTime,
-    Work, WorkItem,
+    Backend, BackendInfo, BackendMemory, Chunks, DeviceDriver, DeviceSpans, Fill, Queue, SlotId, Ticket,
+    TransferTime, Work, WorkItem,
 };
 use comoe_core::store::{Directory, RecordIndex};
 
@@ -126,6 +127,14 @@ impl Backend for Counting {
 
     fn transfer_time(&self) -> TransferTime {
         self.inner.transfer_time()
+    }
+
+    fn begin_spans(&mut self) -> Result<Option<Instant>> {
+        self.inner.begin_spans()
+    }
+
+    fn take_spans(&mut self) -> Result<DeviceSpans> {
+        self.inner.take_spans()
     }
 
     fn device_driver(&mut self) -> std::result::Result<&mut dyn DeviceDriver, String> {

@@ -82,7 +82,7 @@ pub struct Decode {
     pub ring: Option<u64>,
     /// Most RAM for the experts, on the CPU the slots included; `None`: no limit. Wants a packed store.
     pub ram: Option<u64>,
-    /// Takes down what runs when, on the CPU.
+    /// Takes down what runs when. On one device.
     pub timeline: Option<Arc<Timeline>>,
     /// More devices that hold experts, each with as many slots.
     pub also: Vec<Device>,
@@ -161,7 +161,7 @@ impl Decode {
         let mut times = Vec::with_capacity(self.steps);
         let mut watch = Watch::default();
         if let Some(timeline) = &self.timeline {
-            timeline.begin();
+            timeline.begin(model.cache())?;
         }
         for step in 0..self.steps {
             let start = Instant::now();
@@ -174,7 +174,7 @@ impl Decode {
             watch.look(device)?;
         }
         if let Some(timeline) = &self.timeline {
-            timeline.end();
+            timeline.end(model.cache())?;
         }
         let stats = model.cache().stats();
         let memory = match (before, free_memory(device)?) {
@@ -220,15 +220,6 @@ impl Decode {
     /// The cache, and the RAM in front of its store where that is limited.
     fn tiered(&self, device: &Device) -> Result<(ExpertCache, Uses, Option<Arc<TieredSource>>)> {
         let Self { shape, format, .. } = self;
-        if self.timeline.is_some() && !device.is_cpu() {
-            return Err(Error::BadOption {
-                option: "--timeline",
-                value: "on a GPU".to_owned(),
-                expected:
-                    "there it is taken from the graph of a whole model that decodes without prefetching"
-                        .to_owned(),
-            });
-        }
         let store = match &self.store {
             Some(path) => {
                 let store = ExpertStore::open(&[path], &Naming::auto())?;
@@ -290,7 +281,7 @@ impl Decode {
             Some(tier) => (tier.clone() as Arc<dyn RecordSource>, cuda.with_tier(tier.clone())),
             None => (store.source(), cuda),
         };
-        let backend = match &self.timeline {
+        let backend = match self.timeline.as_ref().filter(|_| device.is_cpu()) {
             Some(timeline) => timeline.backend(backend(device, timeline.source(source), cuda.clone())?),
             None => backend(device, source, cuda.clone())?,
         };

@@ -148,16 +148,16 @@ fn decode_shape(args: &DecodeArgs) -> Result<()> {
                 .to_owned(),
         });
     }
-    if args.timeline.is_some() && stepped && args.no_graph {
-        let expected = "on a GPU it is taken from the graph: leave out --no-graph".to_owned();
-        return Err(Error::BadOption { option: "--timeline", value: String::new(), expected });
+    if args.timeline.is_some() && !also.is_empty() {
+        let (value, expected) = ("with --also".to_owned(), "it is taken on one GPU".to_owned());
+        return Err(Error::BadOption { option: "--timeline", value, expected });
     }
     let (mut measured, mut stepped_runs) = (Vec::new(), Vec::new());
     let mut spans = Vec::new();
     let what = format!("Decode, {} shape, {} layers, {}", shape.name, shape.layers, args.model.format);
     let mut plot = Plot::new(what, "slots a layer");
     for (slots, trigger, right) in runs {
-        let timeline = args.timeline.as_ref().filter(|_| !stepped).map(|_| Arc::new(Timeline::default()));
+        let timeline = args.timeline.as_ref().map(|_| Arc::new(Timeline::default()));
         let run = Decode {
             part: args.part.into(),
             format: args.model.format,
@@ -195,10 +195,16 @@ fn decode_shape(args: &DecodeArgs) -> Result<()> {
                 }
                 (None, false) => (run, Routing::Model),
             };
-            let profile = args.profile || args.timeline.is_some();
+            let profile = args.profile;
             let result = Steps { decode, routing, graph, length, profile }.run(&device, &say)?;
             let [slots, all] = result.slots_per_layer;
-            spans.push((format!("{slots} of {all} slots a layer, a step"), result.timeline.clone()));
+            if let Some(timeline) = timeline {
+                let prefetch = match result.guesses_right {
+                    Some(percent) => format!("{}, {percent} % of guesses right", result.prefetch),
+                    None => result.prefetch.clone(),
+                };
+                spans.push(drawn(&timeline, format!("{slots} of {all} slots a layer, prefetch {prefetch}")));
+            }
             for pass in result.passes.iter().filter(|p| !p.blind) {
                 let (tokens_per_s, hit_rate) = (pass.tokens_per_s, pass.hit_rate);
                 plot.add(&pass.what, Point { slots, tokens_per_s, hit_rate });
@@ -212,7 +218,7 @@ fn decode_shape(args: &DecodeArgs) -> Result<()> {
         let result = run.run(&device, &say)?;
         let ([slots, all], prefetch) = (result.slots_per_layer, result.prefetch.clone());
         if let Some(timeline) = timeline {
-            spans.push((format!("{slots} of {all} slots a layer, prefetch {prefetch}"), timeline.spans()));
+            spans.push(drawn(&timeline, format!("{slots} of {all} slots a layer, prefetch {prefetch}")));
         }
         let (tokens_per_s, hit_rate) = (result.tokens_per_s, result.hit_rate);
         plot.add(&format!("prefetch {prefetch}"), Point { slots, tokens_per_s, hit_rate });
@@ -226,6 +232,12 @@ fn decode_shape(args: &DecodeArgs) -> Result<()> {
         show_steps(&device, &stepped_runs);
     }
     write_pictures(args.plot.as_deref(), &plot, args.timeline.as_deref(), &spans)
+}
+
+/// What a run has taken down, under its name.
+fn drawn(timeline: &Timeline, name: String) -> (String, Vec<timeline::Span>) {
+    let name = timeline.note().map_or(name.clone(), |note| format!("{name}; {note}"));
+    (name, timeline.spans())
 }
 
 /// Writes the plot and the timeline that were asked for.
@@ -287,7 +299,7 @@ fn prefill_shape(args: &PrefillArgs) -> Result<()> {
         }
         if let (Some(timeline), Some(last)) = (timeline, measured.last()) {
             let [slots, all] = last.slots;
-            spans.push((format!("{slots} of {all} slots, each length once"), timeline.spans()));
+            spans.push(drawn(&timeline, format!("{slots} of {all} slots, each length once")));
         }
     }
     if !args.json {

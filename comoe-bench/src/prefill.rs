@@ -100,14 +100,14 @@ impl Prefill {
                 decoder.experts().reset_stats();
                 let timeline = model.timeline.as_ref().filter(|_| run == self.repeats);
                 if let Some(timeline) = timeline {
-                    timeline.begin();
+                    timeline.begin(decoder.experts())?;
                 }
                 let start = Instant::now();
                 decoder.forward(&ids, &mut kv, Rows::Last)?.flatten_all()?.to_vec1::<f32>()?;
                 let seconds = start.elapsed().as_secs_f64();
                 if let Some(timeline) = timeline {
                     timeline.add(Row::Forward, || format!("prompt of {prompt} tokens"), start);
-                    timeline.end();
+                    timeline.end(decoder.experts())?;
                 }
                 if run > 0 {
                     runs.push((seconds, decoder.experts().stats()));

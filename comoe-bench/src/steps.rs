@@ -19,7 +19,7 @@ use serde::Serialize;
 use crate::decode::Decode;
 use crate::error::{Error, Result};
 use crate::noise::Noise;
-use crate::timeline::{self, Span};
+use crate::timeline::{Row, Timeline};
 
 /// Who chooses the experts.
 #[derive(Debug, Clone)]
@@ -41,7 +41,7 @@ pub enum Routing {
     },
 }
 
-/// Tokens of a profile.
+/// Tokens of a profile, and of a timeline.
 const PROFILED: usize = 16;
 /// Tokens that run through an empty cache before the first that is measured, where no trace has a prompt.
 const SETTLE: usize = 8;
@@ -174,9 +174,6 @@ pub struct Stepped {
     pub passes: Vec<Pass>,
     /// Where a step's time goes, where that was asked for: parts of the same name summed up, in the order of their first.
     pub parts: Vec<PartTime>,
-    /// The same parts one after the other.
-    #[serde(skip)]
-    pub timeline: Vec<Span>,
 }
 
 /// Tokens one after the other.
@@ -256,10 +253,7 @@ impl Steps {
         if graph_nodes.is_some() {
             passes.push(run.blind(pass)?);
         }
-        let parts = match graph_nodes {
-            Some(_) if *profile => run.steps.profile(&mut run.kv, PROFILED)?.unwrap_or_default(),
-            _ => Vec::new(),
-        };
+        let parts = run.look_closely(graph_nodes.is_some(), *profile, decode.timeline.as_deref())?;
         let mut notes = info.notes;
         notes.extend(decoder.notes().iter().cloned());
         notes.extend(run.steps.note().map(|n| format!("no graph: {n}")));
@@ -279,7 +273,6 @@ impl Steps {
             graph_nodes,
             load_s,
             passes,
-            timeline: timeline::one_by_one(parts.iter().map(|p| (p.what.clone(), p.us, p.bytes))),
             parts: summed(parts),
         })
     }
@@ -347,6 +340,36 @@ impl<'d> Run<'d> {
         Ok(())
     }
 
+    /// Tokens whose time is taken part by part, where steps are replayed and that is asked for; hands out what a step's
+    /// took. With a timeline all that they do goes there, also where they are not replayed.
+    fn look_closely(
+        &mut self,
+        replayed: bool,
+        profile: bool,
+        timeline: Option<&Timeline>,
+    ) -> Result<Vec<PartTime>> {
+        let experts = self.decoder.experts();
+        timeline.map_or(Ok(()), |timeline| timeline.begin(experts))?;
+        let found = match replayed && (profile || timeline.is_some()) {
+            true => self.steps.profile(&mut self.kv, PROFILED)?,
+            false => None,
+        };
+        let Some(timeline) = timeline else { return Ok(found.map_or_else(Vec::new, |p| p.parts)) };
+        match &found {
+            Some(found) => timeline.add_steps(found),
+            None => {
+                self.graph = false;
+                for n in 0..PROFILED {
+                    let start = Instant::now();
+                    self.tokens(1)?;
+                    timeline.add(Row::Forward, || format!("token {n}"), start);
+                }
+            }
+        }
+        timeline.end(experts)?;
+        Ok(found.filter(|_| profile).map_or_else(Vec::new, |p| p.parts))
+    }
+
     fn pass(&mut self, what: &str, n: usize) -> Result<Pass> {
         self.decoder.experts().reset_stats();
         let (before, start) = (self.steps.launching(), Instant::now());
@@ -399,8 +422,6 @@ mod tests {
         let part = |what: &str, us, bytes| PartTime { what: what.to_owned(), times: 1, us, bytes };
         let parts =
             vec![part("norm", 1.0, 0), part("experts", 20.0, 0), part("norm", 2.0, 0), part("head", 5.0, 8)];
-        let timeline = timeline::one_by_one(parts.iter().map(|p| (p.what.clone(), p.us, p.bytes)));
-        assert_eq!(timeline.iter().map(|s| s.begin).collect::<Vec<_>>(), [0.0, 1.0, 21.0, 23.0]);
         let sums: Vec<_> = summed(parts).into_iter().map(|p| (p.what, p.times, p.us, p.bytes)).collect();
         let want = [("norm", 2, 3.0, 0), ("experts", 1, 20.0, 0), ("head", 1, 5.0, 8)];
         assert_eq!(sums, want.map(|(what, times, us, bytes)| (what.to_owned(), times, us, bytes)));

@@ -2,8 +2,8 @@
 //!
 //! On the CPU host clocks are true times: a fill is the source's read, in the thread that copies, and work is the call
 //! that computes. So both are taken from around the backend, and a run without a timeline has nothing of it in its way.
-//! On a GPU a call says only when work was enqueued; there the times are those of the events that a replayed step
-//! records behind each part (see [`Steps`](crate::steps::Steps)).
+//! On a GPU a call says only when work was enqueued; there the cache says itself what ran when
+//! ([`ExpertCache::begin_spans`]), and a replayed step where its parts began ([`Profile`]).
 
 use std::borrow::Cow;
 use std::collections::HashMap;
@@ -14,12 +14,14 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
 use candle_core::Tensor;
+use comoe_core::ExpertCache;
 use comoe_core::Result as CoreResult;
 use comoe_core::backend::{
-    Backend, BackendInfo, BackendMemory, Chunks, DeviceDriver, Fill, Queue, SlotId, Ticket, TransferTime,
-    Work, WorkItem,
+    Backend, BackendInfo, BackendMemory, Chunks, DeviceDriver, DeviceSpans, Fill, Queue, SlotId, Ticket,
+    TransferTime, Work, WorkItem,
 };
 use comoe_core::store::{Directory, RecordIndex, RecordSource};
+use comoe_models::Profile;
 use serde_json::{Value, json};
 
 use crate::error::{Error, Result};
@@ -29,11 +31,11 @@ use crate::error::{Error, Result};
 pub enum Row {
     /// Tokens or prompts, whole.
     Forward,
-    /// The experts' work, and waiting for records; on a GPU all of a step.
+    /// The experts' work, and waiting for records; of a step that a GPU replays, all parts.
     Compute,
-    /// Fills that a step waits for.
+    /// Records that a step waits for: filled, or read through by the kernels that multiply.
     Demand,
-    /// Fills ahead of time.
+    /// Records ahead of time.
     Prefetch,
 }
 
@@ -62,7 +64,7 @@ pub struct Span {
     pub begin: f64,
     /// How long it took, us.
     pub us: f64,
-    /// Bytes that it moved or read, where they are known.
+    /// Bytes that it moved or read, where they are known. What a kernel takes from staging has not moved for it.
     pub bytes: u64,
 }
 
@@ -80,6 +82,10 @@ struct Notes {
     /// Fills that were asked for and have not begun, on demand and ahead. Of one record demand goes first, as in the CPU's
     /// copy queues.
     due: HashMap<RecordIndex, [u32; 2]>,
+    /// When the device's times begin, us, while it takes any down.
+    device_zero: Option<f64>,
+    left_out: u64,
+    clock_error: f64,
 }
 
 impl Default for Timeline {
@@ -90,13 +96,76 @@ impl Default for Timeline {
 
 impl Timeline {
     /// From here on everything is taken down.
-    pub fn begin(&self) {
+    ///
+    /// # Errors
+    /// As [`ExpertCache::begin_spans`].
+    pub fn begin(&self, cache: &ExpertCache) -> Result<()> {
+        let zero = cache.begin_spans()?;
+        self.notes().device_zero = zero.map(|zero| self.us_of(zero));
         self.on.store(true, Ordering::Relaxed);
+        Ok(())
     }
 
     /// Nothing any more.
-    pub fn end(&self) {
+    ///
+    /// # Errors
+    /// As [`ExpertCache::take_spans`].
+    pub fn end(&self, cache: &ExpertCache) -> Result<()> {
         self.on.store(false, Ordering::Relaxed);
+        let spans = cache.take_spans()?;
+        self.add_spans(spans);
+        Ok(())
+    }
+
+    /// Of a moment, which may be before this was made.
+    fn us_of(&self, at: Instant) -> f64 {
+        let us = |d: std::time::Duration| d.as_secs_f64() * 1e6;
+        us(at.saturating_duration_since(self.zero)) - us(self.zero.saturating_duration_since(at))
+    }
+
+    fn add_spans(&self, spans: DeviceSpans) {
+        let mut notes = self.notes();
+        let Some(zero) = notes.device_zero.take() else { return };
+        notes.left_out += spans.left_out;
+        notes.clock_error = notes.clock_error.max(spans.clock_error);
+        notes.spans.extend(spans.list.into_iter().map(|span| Span {
+            row: match span.queue {
+                Queue::Compute => Row::Compute,
+                Queue::Demand => Row::Demand,
+                Queue::Prefetch => Row::Prefetch,
+            },
+            what: span.what,
+            begin: zero + span.begin,
+            us: span.end - span.begin,
+            bytes: span.bytes,
+        }));
+    }
+
+    /// Steps that were replayed since [`Self::begin`], part by part.
+    pub fn add_steps(&self, profile: &Profile) {
+        let mut notes = self.notes();
+        let Some(zero) = notes.device_zero else { return };
+        let span = |row, what: &str, times: &[f64], bytes| {
+            let (first, last) = (times.first().copied().unwrap_or(0.0), times.last().copied().unwrap_or(0.0));
+            Span { row, what: what.to_owned(), begin: zero + first, us: last - first, bytes }
+        };
+        for (n, times) in profile.steps.iter().enumerate() {
+            notes.spans.push(span(Row::Forward, &format!("token {n}"), times, 0));
+            let parts = times.windows(2).zip(&profile.parts);
+            notes.spans.extend(parts.map(|(times, part)| span(Row::Compute, &part.what, times, part.bytes)));
+        }
+    }
+
+    /// What must be known of the device's times, if there are any.
+    pub fn note(&self) -> Option<String> {
+        let notes = self.notes();
+        let mut note = (notes.clock_error > 0.0)
+            .then(|| format!("what kernels time themselves within {:.1} us", notes.clock_error));
+        if notes.left_out > 0 {
+            let left_out = format!("{} spans left out for want of room", notes.left_out);
+            note = Some(note.map_or(left_out.clone(), |note| format!("{note}; {left_out}")));
+        }
+        note
     }
 
     /// Something that began at `start` and ends now.
@@ -107,7 +176,7 @@ impl Timeline {
     fn add_bytes(&self, row: Row, what: impl FnOnce() -> String, start: Instant, bytes: u64) {
         if self.on.load(Ordering::Relaxed) {
             let us = start.elapsed().as_secs_f64() * 1e6;
-            let begin = start.saturating_duration_since(self.zero).as_secs_f64() * 1e6;
+            let begin = self.us_of(start);
             self.notes().spans.push(Span { row, what: what(), begin, us, bytes });
         }
     }
@@ -284,17 +353,6 @@ impl Backend for TimedBackend {
     }
 }
 
-/// Spans one behind the other, from what each took.
-pub fn one_by_one(parts: impl IntoIterator<Item = (String, f64, u64)>) -> Vec<Span> {
-    let mut at = 0.0;
-    let span = |(what, us, bytes)| {
-        let begin = at;
-        at += us;
-        Span { row: Row::Compute, what, begin, us, bytes }
-    };
-    parts.into_iter().map(span).collect()
-}
-
 /// Lines of a row on which nothing overlaps: two threads may copy at once. By span, its line.
 fn lines(spans: &[&Span]) -> Vec<usize> {
     let mut free_from: Vec<f64> = Vec::new();
@@ -358,6 +416,8 @@ mod tests {
     use std::time::Duration;
 
     use candle_core::Device;
+    use comoe_core::backend::DeviceSpan;
+    use comoe_models::PartTime;
 
     use super::*;
     use crate::decode::Decode;
@@ -415,14 +475,59 @@ mod tests {
     }
 
     #[test]
+    fn what_a_device_says_is_placed_by_its_zero_and_its_queues() {
+        let timeline = Timeline::default();
+        let span = |queue, begin: f64, us, bytes| DeviceSpan {
+            queue,
+            what: format!("{begin}"),
+            begin,
+            end: begin + us,
+            bytes,
+        };
+        let list = vec![
+            span(Queue::Demand, -3.0, 4.0, 640),
+            span(Queue::Compute, 2.0, 5.0, 0),
+            span(Queue::Prefetch, 2.5, 1.0, 64),
+        ];
+        let spans = DeviceSpans { list, left_out: 2, clock_error: 1.25 };
+        timeline.add_spans(spans.clone());
+        assert!(timeline.spans().is_empty() && timeline.note().is_none(), "nobody began");
+
+        let part = |what: &str, bytes| PartTime { what: what.to_owned(), times: 1, us: 0.0, bytes };
+        let steps = vec![vec![0.0, 1.5, 9.0], vec![20.0, 21.0, 30.0]];
+        timeline.notes().device_zero = Some(1000.0);
+        timeline.add_steps(&Profile { parts: vec![part("norm", 0), part("experts", 7)], steps });
+        timeline.add_spans(spans);
+        let placed: Vec<_> =
+            timeline.spans().iter().map(|s| (s.row, s.what.clone(), s.begin, s.us, s.bytes)).collect();
+        let want = [
+            (Row::Demand, "-3", 997.0, 4.0, 640),
+            (Row::Forward, "token 0", 1000.0, 9.0, 0),
+            (Row::Compute, "norm", 1000.0, 1.5, 0),
+            (Row::Compute, "experts", 1001.5, 7.5, 7),
+            (Row::Compute, "2", 1002.0, 5.0, 0),
+            (Row::Prefetch, "2.5", 1002.5, 1.0, 64),
+            (Row::Forward, "token 1", 1020.0, 10.0, 0),
+            (Row::Compute, "norm", 1020.0, 1.0, 0),
+            (Row::Compute, "experts", 1021.0, 9.0, 7),
+        ];
+        assert_eq!(
+            placed,
+            want.map(|(row, what, begin, us, bytes)| (row, what.to_owned(), begin, us, bytes))
+        );
+        let note = timeline.note().unwrap();
+        assert!(note.contains("1.2 us") && note.contains("2 spans left out"), "{note}");
+    }
+
+    #[test]
     fn nothing_is_taken_down_unless_told_to() {
         let timeline = Timeline::default();
         let start = Instant::now();
         timeline.add(Row::Compute, || "before".to_owned(), start);
-        timeline.begin();
+        timeline.on.store(true, Ordering::Relaxed);
         std::thread::sleep(Duration::from_millis(2));
         timeline.add(Row::Compute, || "while".to_owned(), start);
-        timeline.end();
+        timeline.on.store(false, Ordering::Relaxed);
         timeline.add(Row::Compute, || "after".to_owned(), start);
         let spans = timeline.spans();
         assert!(spans.len() == 1 && spans[0].what == "while" && spans[0].us >= 2000.0, "{spans:?}");

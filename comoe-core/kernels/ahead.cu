@@ -1,5 +1,6 @@
 // Brings a layer's guessed records while the layer before computes: see ahead.cuh.
 #include "ahead.cuh"
+#include "spans.cuh"
 
 struct Fetch {
     const uint32_t* guess;      // [guesses] experts of the next layer, likeliest first
@@ -15,8 +16,9 @@ struct Fetch {
     uint32_t judged;            // bring only what has been worthwhile lately
     uint32_t delay;             // for tests: cycles that a thread may lose here and there
     uint32_t unused;
+    SpanLog* log;               // where it is taken down when; null: nowhere
 };
-static_assert(sizeof(Fetch) == 72, "mirrored structs");
+static_assert(sizeof(Fetch) == 80, "mirrored structs");
 
 __device__ __forceinline__ void lose_time(uint32_t most, uint32_t& seed) {
     if (most == 0) return;
@@ -64,6 +66,9 @@ extern "C" __global__ void __launch_bounds__(kCopyThreads) fetch(const Fetch f) 
     }
     __syncthreads();
     if (width == kNone) return;
+    const unsigned long long begun = f.log ? gpu_time() : 0;
+    // Which of the requests for that layer this is: it is counted when it is closed, and was for something.
+    const uint32_t request = f.log ? uint32_t(f.foresight->guessed) + 1 : 0;
 
     const uint32_t each = (f.bytes + kPieceBytes - 1) / kPieceBytes, pieces = each * width;
     if (threadIdx.x < kCopiers) {
@@ -135,8 +140,17 @@ extern "C" __global__ void __launch_bounds__(kCopyThreads) fetch(const Fetch f) 
     }
     __syncthreads();
     if (threadIdx.x == 0) {
+        const unsigned long long ended = f.log ? gpu_time() : 0;
         // Told once, at the end: a fence waits for all that is under way on its multiprocessor, reads over the link included.
         __threadfence();
         atomicAdd(state, least - kTaken);
+        Span* span = width > 0 && least > 0 ? take_span(f.log) : nullptr;
+        if (span) {
+            uint32_t bytes = 0;
+            for (uint32_t i = 0, piece = blockIdx.x; i < least; i++, piece += kCopyBlocks) {
+                bytes += min(kPieceBytes, f.bytes - (piece < each ? piece : piece - each) * kPieceBytes);
+            }
+            *span = Span{begun, ended, chosen[0], bytes, 0, request};
+        }
     }
 }

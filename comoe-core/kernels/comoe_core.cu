@@ -8,4 +8,5 @@
 #include "one_token.cu"
 #include "one_token_int4.cu"
 #include "resolve.cu"
+#include "spans.cu"
 #include "peers.cu"

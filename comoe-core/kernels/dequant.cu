@@ -1,5 +1,5 @@
 // Dequant on load: a record of any format becomes a BF16 record of the same expert.
-#include "record.cuh"
+#include "spans.cuh"
 
 __device__ __forceinline__ uint32_t pack_bf16(float a, float b) {
     const __nv_bfloat162 v = __floats2bfloat162_rn(a, b);
@@ -86,8 +86,11 @@ template <int F>
 __device__ __forceinline__ void dequant(const Item* items, const Record& from, const Record& to) {
     const Item item = items[blockIdx.y];
     if (item.dst == 0) return;
+    const bool tells = threadIdx.x % 32 == 0;
+    if (tells) reading_begins(items + blockIdx.y);
     const uint32_t rows = 2 * from.gate.rows + from.down.rows + 1;
     for (uint32_t row = blockIdx.x; row < rows; row += gridDim.x) dequant_row<F>(item, from, to, row);
+    if (tells) reading_ends(items + blockIdx.y);
 }
 
 extern "C" __global__ void dequant_bf16(const Item* items, const Record from, const Record to) {

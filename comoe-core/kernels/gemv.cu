@@ -143,6 +143,7 @@ __device__ __forceinline__ void expert_gemv(const Item* items, const uint32_t* a
     }
     const char* src = reinterpret_cast<const char*>(item.src);
     char* dst = reinterpret_cast<char*>(item.dst);
+    if (dst != nullptr && threadIdx.x == 0) reading_begins(items + blockIdx.y);
 
     for (uint32_t base = 0; base < item.count; base += T) {
         const uint32_t tokens = min(uint32_t(T), item.count - base);
@@ -372,6 +373,7 @@ __device__ __forceinline__ void expert_gemv(const Item* items, const uint32_t* a
             }
         }
         __syncthreads();  // sums, maxima and x are reused
+        if (through && threadIdx.x == 0) reading_ends(items + blockIdx.y);
     }
 }
 

@@ -319,6 +319,7 @@ __device__ __forceinline__ void one_token_gate_up(const Item* items, const uint3
     for (uint32_t i = 0; i < item.count; i++) {
         uint4 now[R], next[R];
         uint32_t scales[R], part = 0;
+        if (mine.to && threadIdx.x == 0) reading_begins(items + blockIdx.y);
         mine.load(now, 0);
         mine.load_scales(scales, 0);
         if (passes > 1) mine.load(next, 1);
@@ -350,8 +351,9 @@ __device__ __forceinline__ void one_token_gate_up(const Item* items, const uint3
         }
         // What was read through is read from its slot from then on: this lane wrote it.
         if (mine.to) mine.from = mine.to;
-        mine.to = nullptr;
         __syncthreads();  // x may be staged anew
+        if (mine.to && threadIdx.x == 0) reading_ends(items + blockIdx.y);
+        mine.to = nullptr;
     }
 }
 
@@ -398,6 +400,7 @@ __device__ __forceinline__ void one_token_down(const Item* items, const uint32_t
         for (uint32_t i = 0; i < item.count; i++) {
             uint4 now[R];
             uint32_t scales[R], part = 0;
+            if (mine.to && lane == 0) reading_begins(items + n);
             mine.load(now, 0);
             mine.load_scales(scales, 0);
             const uint32_t a = assignments[item.first + i];
@@ -431,6 +434,8 @@ __device__ __forceinline__ void one_token_down(const Item* items, const uint32_t
                      at += uint64_t(gridDim.x) * 512) {
                     *reinterpret_cast<uint4*>(mine.to + at) = load_chunk(mine.from + at);
                 }
+                __syncwarp();
+                if (lane == 0) reading_ends(items + n);
                 mine.from = mine.to;
                 mine.to = nullptr;
             }

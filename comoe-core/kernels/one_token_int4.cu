@@ -247,9 +247,11 @@ __device__ __forceinline__ void one_token_gate_up_digits(const Item* items, cons
     if (in.row_weights == nullptr) load_x(warp, 1.f);
     if (item.count == 0) return;
     if (item.dst) {
+        if (threadIdx.x == 0) reading_begins(items + blockIdx.y);
         copy_rows(item, rec.gate, row0, 8 * T, threadIdx.x, blockDim.x);
         copy_rows(item, rec.up, row0, 8 * T, threadIdx.x, blockDim.x);
         __syncthreads();
+        if (threadIdx.x == 0) reading_ends(items + blockIdx.y);
         item.src = item.dst;
     }
     Int4Rows<T> mine;
@@ -331,6 +333,7 @@ __device__ __forceinline__ void one_token_down_digits(const Item* items, const u
         if (item.count == 0) continue;
         if (item.dst) {
             const uint32_t thread = threadIdx.x % kTeam;
+            if (thread == 0) reading_begins(items + n);
             copy_rows(item, rec.down, row0, 16, thread, kTeam);
             // Biases and padding, spread over the blocks.
 #pragma unroll 1
@@ -339,6 +342,7 @@ __device__ __forceinline__ void one_token_down_digits(const Item* items, const u
                 *reinterpret_cast<uint4*>(item.dst + at) = load_chunk(reinterpret_cast<const char*>(item.src) + at);
             }
             sync_team();
+            if (thread == 0) reading_ends(items + n);
             item.src = item.dst;
         }
         Int4Rows<1> mine;

@@ -1,6 +1,6 @@
 // What the two GEMVs share: how a piece of 16 bytes of a record is read, and a row of x or h.
 #pragma once
-#include "record.cuh"
+#include "spans.cuh"
 
 template <int F>
 struct Traits;

@@ -20,6 +20,7 @@ struct Item {
     uint32_t count;
     uint32_t ready;
     uint32_t unused;
+    uint64_t span;  // where the time is taken down in which it is read through; 0: it is not
 };
 
 struct Matrix {
@@ -97,5 +98,5 @@ __device__ __forceinline__ float activate(const Activation act, float g, float u
 }
 
 // As src/backend/cuda/kernels.rs counts them.
-static_assert(sizeof(Item) == 40 && sizeof(Matrix) == 32 && sizeof(Record) == 144, "mirrored structs");
+static_assert(sizeof(Item) == 48 && sizeof(Matrix) == 32 && sizeof(Record) == 144, "mirrored structs");
 static_assert(sizeof(Input) == 24 && sizeof(Activation) == 12, "mirrored structs");

@@ -5,6 +5,7 @@
 #include "correlate.cuh"
 #include "early.cuh"
 #include "record.cuh"
+#include "spans.cuh"
 
 // As src/backend/cuda/resolve.rs counts them.
 constexpr uint32_t kMostAssignments = kMostChosen, kMostSlots = 1024, kKept = 0x80000000u;
@@ -88,8 +89,9 @@ struct Resolve {
     Foresight* foresight;    // of this layer
     uint32_t record_bytes;   // of this layer, as they are read
     uint32_t parts;          // whether kernels take a record of which some is there
+    SpanLog* log;            // where it is taken down when misses are read through; null: nowhere
 };
-static_assert(sizeof(Resolve) == 248 && sizeof(Fault) == 16 && sizeof(Counters) == 32, "mirrored structs");
+static_assert(sizeof(Resolve) == 256 && sizeof(Fault) == 16 && sizeof(Counters) == 32, "mirrored structs");
 static_assert(sizeof(Progress) == 8 && sizeof(Missing) == 8 && sizeof(Partition) == 16, "mirrored structs");
 
 template <int N>
@@ -302,9 +304,15 @@ __device__ __forceinline__ void resolve_block(const Resolve& r, const uint32_t* 
                     }
                 }
             }
+            if (r.log && item.dst && !needs_host) {
+                const uint32_t staged = item.src == address ? item.ready : r.record_bytes;
+                Span* span = take_span(r.log);
+                if (span) *span = Span{~0ull, 0, record, r.record_bytes - staged, staged, 0};
+                item.span = reinterpret_cast<uint64_t>(span);
+            }
             if (r.fills) {
                 // Another kernel reads it through, before anyone multiplies.
-                r.fills[miss] = Item{item.src, item.dst, 0, 0, 1, 0, 0};
+                r.fills[miss] = Item{item.src, item.dst, 0, 0, 1, 0, 0, item.span};
                 item.src = item.dst;
                 item.dst = 0;
                 item.ready = 0;

@@ -7,6 +7,7 @@ mod fleet;
 mod fleet_builder;
 mod options;
 mod ram;
+mod spans;
 mod token;
 
 use std::path::Path;

@@ -29,6 +29,16 @@ pub struct PartTime {
     pub bytes: u64,
 }
 
+/// Where the time of replayed steps goes.
+#[derive(Debug, Clone, PartialEq, Default)]
+pub struct Profile {
+    /// One by one, in order; each the mean of the steps.
+    pub parts: Vec<PartTime>,
+    /// When each part of each step began, and behind them when the step was over: us as the spans of the experts' cache have
+    /// it. Empty where it takes none down ([`comoe_core::ExpertCache::begin_spans`]).
+    pub steps: Vec<Vec<f64>>,
+}
+
 impl<'m> DeviceSteps<'m> {
     /// `None`: this build has no kernels.
     ///
@@ -66,7 +76,7 @@ impl<'m> DeviceSteps<'m> {
     ///
     /// # Errors
     /// None.
-    pub fn profile(&mut self, _: &mut KvCache, _: usize) -> Result<Option<Vec<PartTime>>> {
+    pub fn profile(&mut self, _: &mut KvCache, _: usize) -> Result<Option<Profile>> {
         match self.never {}
     }
 

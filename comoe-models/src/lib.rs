@@ -80,7 +80,7 @@ mod sampler;
 mod testing;
 
 pub use chat::{Conversation, Message, Reply, Role};
-pub use decode_graph::{DeviceSteps, PartTime};
+pub use decode_graph::{DeviceSteps, PartTime, Profile};
 pub use decoder::{Decoder, Rows};
 pub use error::{Error, Result};
 pub use generate::{Event, Finish, GenerateOptions, Generation, Session, Timings};

@@ -30,6 +30,8 @@ mod memory;
 mod prefill;
 #[path = "gpu/several.rs"]
 mod several;
+#[path = "gpu/spans.rs"]
+mod spans;
 #[path = "gpu/synthetic.rs"]
 mod synthetic;
 #[path = "gpu/tiny.rs"]

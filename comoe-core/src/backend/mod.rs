@@ -10,12 +10,13 @@ pub mod cpu;
 pub mod cuda;
 mod device;
 pub mod sim;
+mod spans;
 
 use std::any::Any;
 use std::borrow::Cow;
 use std::fmt;
 use std::ops::Range;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use candle_core::{DType, Tensor};
 
@@ -26,6 +27,7 @@ pub use device::{
     DriverKind, MOST_DEVICE_ASSIGNMENTS, MOST_DEVICE_SLOTS, MOST_DEVICE_TOKENS, RoutingFault, STAGED_AHEAD,
     StepFault,
 };
+pub use spans::{DeviceSpan, DeviceSpans};
 
 use crate::error::{Error, Result};
 use crate::expert::{ExpertLayout, ExpertSpec};
@@ -333,6 +335,23 @@ pub trait Backend: Send {
 
     /// Time spent so far.
     fn transfer_time(&self) -> TransferTime;
+
+    /// From now on takes down when what is enqueued runs, in place of what it took down before; hands out the moment from
+    /// which times count. `None` where it does not. Waits until every queue is empty.
+    ///
+    /// # Errors
+    /// [`Error::OutOfDeviceMemory`], and then nothing is taken down.
+    fn begin_spans(&mut self) -> Result<Option<Instant>> {
+        Ok(None)
+    }
+
+    /// Waits until every queue is empty, takes nothing down any more, and hands out what it has.
+    ///
+    /// # Errors
+    /// As [`Self::synchronize`].
+    fn take_spans(&mut self) -> Result<DeviceSpans> {
+        Ok(DeviceSpans::default())
+    }
 
     /// The driver of steps whose schedule runs on the device itself, once slots are allocated; or why there is none,
     /// as a clause that starts with a small letter.

@@ -21,6 +21,7 @@ mod one_token;
 mod peers;
 mod pins;
 mod prompt;
+mod spans;
 mod timing;
 mod token;
 mod traces;

@@ -86,6 +86,16 @@ pub struct PartTime {
     pub bytes: u64,
 }
 
+/// Where the time of replayed steps goes.
+#[derive(Debug, Clone, PartialEq, Default)]
+pub struct Profile {
+    /// One by one, in order; each the mean of the steps.
+    pub parts: Vec<PartTime>,
+    /// When each part of each step began, and behind them when the step was over: us as the spans of the experts' cache have
+    /// it. Empty where it takes none down ([`comoe_core::ExpertCache::begin_spans`]).
+    pub steps: Vec<Vec<f64>>,
+}
+
 /// A graph, and what it is good for.
 struct Recorded {
     graph: Captured,
@@ -183,12 +193,12 @@ impl<'m> DeviceSteps<'m> {
     }
 
     /// Where the time of a replayed step goes: `n` more steps, from a graph of their own that takes the time behind each
-    /// part. The parts are handed out one by one, in order, each the mean of the steps. The events keep kernels from being
-    /// set up ahead, so the whole is slower than without them. `None` where steps are not replayed.
+    /// part. The events keep kernels from being set up ahead, so the whole is slower than without them. `None` where steps are
+    /// not replayed.
     ///
     /// # Errors
     /// As [`Self::next`].
-    pub fn profile(&mut self, kv: &mut KvCache, n: usize) -> Result<Option<Vec<PartTime>>> {
+    pub fn profile(&mut self, kv: &mut KvCache, n: usize) -> Result<Option<Profile>> {
         self.settle();
         let Some(top_k) = self.decoder.top_k() else { return Ok(None) };
         let reach = Fused::reach(kv.len() + n, kv.capacity());
@@ -207,6 +217,7 @@ impl<'m> DeviceSteps<'m> {
             .skip(1)
             .map(|m| PartTime { what: m.what.clone(), times: 1, us: 0.0, bytes: m.bytes as u64 })
             .collect();
+        let mut steps = Vec::new();
         for _ in 0..n {
             self.draw()?;
             let mut token = self.decoder.experts().begin_token(1, top_k)?;
@@ -224,8 +235,10 @@ impl<'m> DeviceSteps<'m> {
                 let ms = pair[0].event.elapsed_ms(&pair[1].event).map_err(doing("reading an event"))?;
                 part.us += 1e3 * f64::from(ms) / n as f64;
             }
+            let times = marks.iter().map(|mark| self.decoder.experts().event_us(&mark.event));
+            steps.extend(times.collect::<comoe_core::Result<Option<Vec<f64>>>>()?);
         }
-        Ok(Some(parts))
+        Ok(Some(Profile { parts, steps }))
     }
 
     /// Nodes of the graph that was recorded last.

@@ -54,6 +54,7 @@ pub(super) struct Fetch {
     pub(super) judged: u32,
     pub(super) delay: u32,
     pub(super) unused: u32,
+    pub(super) log: u64,
 }
 
 // SAFETY: plain integers without padding, mirrored field by field in kernels/ahead.cu.
@@ -305,6 +306,6 @@ mod tests {
 
     #[test]
     fn arguments_are_as_long_as_on_the_device() {
-        assert_eq!(size_of::<Fetch>(), 72);
+        assert_eq!(size_of::<Fetch>(), 80);
     }
 }

@@ -4,9 +4,10 @@ use std::any::Any;
 use std::borrow::Cow;
 use std::ops::Range;
 use std::sync::Arc;
+use std::time::Instant;
 
 use candle_core::{CudaDevice, DType, Device, Tensor};
-use cudarc::driver::{CudaStream, result};
+use cudarc::driver::{CudaEvent, CudaStream, result};
 
 use super::ahead::Ahead;
 use super::arena::Arena;
@@ -18,13 +19,14 @@ use super::ffn::{Ffn, device_items};
 use super::kernels::{GatherArgs, Kernels};
 use super::options::CudaOptions;
 use super::slab::Slab;
+use super::spans::Spans;
 use super::tables::Tables;
 use super::tier::LockedTier;
 use super::timeline::Timelines;
 use super::upload::{UploadRing, bytes_of};
 use crate::backend::{
-    Backend, BackendInfo, BackendMemory, Chunks, DeviceDriver, Fill, PageLocking, Queue, SlotId, Ticket,
-    TransferTime, Work, WorkItem,
+    Backend, BackendInfo, BackendMemory, Chunks, DeviceDriver, DeviceSpans, Fill, PageLocking, Queue, SlotId,
+    Ticket, TransferTime, Work, WorkItem,
 };
 use crate::error::{Error, Result};
 use crate::format::record::convert_record;
@@ -53,6 +55,7 @@ pub struct CudaBackend {
     pub(super) ahead: Option<Ahead>,
     pub(super) compute: Compute,
     timelines: Arc<Timelines>,
+    pub(super) spans: Arc<Spans>,
     pub(super) arena: Arc<Arena>,
     /// Every record is in the arena, as far as steps know: see `use_page_locked`.
     pub(super) whole: bool,
@@ -141,6 +144,7 @@ impl CudaBackend {
             ahead: None,
             compute: Compute::new(&gpu)?,
             timelines: Arc::new(Timelines::new(&gpu)?),
+            spans: Spans::new(&gpu),
             whole: arena.is_whole(),
             seen_locked: arena.goes_on().then_some(0),
             arena,
@@ -205,6 +209,12 @@ impl CudaBackend {
 }
 
 impl CudaBackend {
+    /// When an event was reached, as spans have it; `None` while nothing is taken down.
+    pub(crate) fn us_at(&self, event: &CudaEvent) -> Result<Option<f64>> {
+        self.gpu.bind()?;
+        self.spans.us_at(event)
+    }
+
     /// The experts' work that was begun.
     fn take_ffn(&mut self) -> Result<Box<Ffn>> {
         match self.step.take() {
@@ -280,7 +290,7 @@ impl Backend for CudaBackend {
             &self.source,
             (&self.arena, self.tier.as_ref()),
             slots,
-            &self.kernels,
+            (&self.kernels, &self.spans),
             options,
         )?);
         Ok(())
@@ -312,7 +322,13 @@ impl Backend for CudaBackend {
         if ticket.queue == Queue::Compute {
             return Ok(()); // in order anyway
         }
-        self.compute.wait(|stream| copies.hold(stream, ticket))
+        let begun = match self.spans.is_on() && !copies.is_done(ticket)? {
+            true => self.spans.begin(self.compute.stream())?,
+            false => None,
+        };
+        self.compute.wait(|stream| copies.hold(stream, ticket))?;
+        let what = || "wait for records".to_owned();
+        self.spans.end(self.compute.stream(), begun, Queue::Compute, 0, what)
     }
 
     fn mark(&mut self) -> Result<Ticket> {
@@ -363,25 +379,34 @@ impl Backend for CudaBackend {
         self.runs += 1;
         self.options.faults.delay(self.compute.stream(), self.runs)?;
         let mut step = self.step.take().ok_or_else(not_begun)?;
+        let begun = self.spans.begin(self.compute.stream())?;
         match &mut step {
             Step::Ffn(ffn) => ffn.summed = self.run_ffn(ffn, items)?,
             Step::Gather { address, bytes, .. } => self.run_gather(*address, *bytes, items)?,
         }
         self.step = Some(step);
-        Ok(())
+        let what = || {
+            let layer = self.source.directory().id(items[0].record).layer;
+            let rows: usize = items.iter().map(|i| i.assignments.len()).sum();
+            format!("layer {layer}: {} experts, {rows} rows", items.len())
+        };
+        self.spans.end(self.compute.stream(), begun, Queue::Compute, 0, what)
     }
 
     fn copy(&mut self, slots: &[(SlotId, SlotId)]) -> Result<()> {
         self.gpu.bind()?;
         let all = self.slots()?;
-        let stream = self.compute.stream().cu_stream();
+        let stream = self.compute.stream();
+        let begun = self.spans.begin(stream)?;
         for &(from, to) in slots {
             let (from, to) = (all.address(from, all.stride)?, all.address(to, all.stride)?);
             // SAFETY: both are slots of the slab; the schedule made compute wait for the fills of both, and refills
             // neither before a later mark.
-            unsafe { result::memcpy_dtod_async(to, from, all.stride, stream) }.doing("copying a slot")?;
+            unsafe { result::memcpy_dtod_async(to, from, all.stride, stream.cu_stream()) }
+                .doing("copying a slot")?;
         }
-        Ok(())
+        let what = || format!("{} slots copied", slots.len());
+        self.spans.end(stream, begun, Queue::Compute, 0, what)
     }
 
     fn finish(&mut self) -> Result<Tensor> {
@@ -465,12 +490,11 @@ impl Backend for CudaBackend {
                 self.upload.bytes(),
                 self.tables.as_ref().map_or(0, Tables::bytes),
                 self.ahead.as_ref().map_or(0, Ahead::bytes),
+                self.spans.bytes(),
             ]),
         }
     }
 
-    /// Estimated: one batch in four and one wait in four are timed by events on the GPU, and the sums are scaled by
-    /// bytes and by count. A prefetch counts while its pieces are on the link.
     fn page_locking(&self) -> Option<PageLocking> {
         self.options.tier.is_none().then(|| self.arena.locking())
     }
@@ -479,6 +503,8 @@ impl Backend for CudaBackend {
         self.take_page_locked()
     }
 
+    /// Estimated: one batch in four and one wait in four are timed by events on the GPU, and the sums are scaled by
+    /// bytes and by count. A prefetch counts while its pieces are on the link.
     fn transfer_time(&self) -> TransferTime {
         let of = |queue| self.copies.as_ref().map_or_else(Default::default, |c| c.time(queue));
         TransferTime {
@@ -486,6 +512,16 @@ impl Backend for CudaBackend {
             prefetch: of(Queue::Prefetch),
             stalled: self.compute.waited(),
         }
+    }
+
+    fn begin_spans(&mut self) -> Result<Option<Instant>> {
+        self.synchronize()?;
+        self.spans.start(&self.kernels, self.compute.stream()).map(Some)
+    }
+
+    fn take_spans(&mut self) -> Result<DeviceSpans> {
+        self.synchronize()?;
+        self.spans.take(self.source.directory())
     }
 
     fn device_driver(&mut self) -> std::result::Result<&mut dyn DeviceDriver, String> {

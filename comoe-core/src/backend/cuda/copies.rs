@@ -21,6 +21,7 @@ use super::context::{Doing, Gpu};
 use super::kernels::Kernels;
 use super::options::CudaOptions;
 use super::sender::{Piece, Sender};
+use super::spans::Spans;
 use super::tier::LockedTier;
 use super::timeline::{OwnStream, Rank, Timelines};
 use crate::backend::{Fill, Queue, SlotId, Ticket};
@@ -132,7 +133,7 @@ impl Copies {
         source: &Arc<dyn RecordSource>,
         (arena, tier): (&Arc<Arena>, Option<&Arc<LockedTier>>),
         slots: Slots,
-        kernels: &Arc<Kernels>,
+        (kernels, spans): (&Arc<Kernels>, &Arc<Spans>),
         options: CudaOptions,
     ) -> Result<Self> {
         let lane = |queue, rank| -> Result<Lane> {
@@ -147,7 +148,7 @@ impl Copies {
                 state: Mutex::default(),
                 changed: Condvar::new(),
                 issuer: Mutex::new(Issuer {
-                    sender: Sender::new(gpu, kernels, &options)?,
+                    sender: Sender::new(gpu, kernels, &options, spans, queue)?,
                     bounce,
                     piece_done: gpu.ctx.new_event(None).doing("making an event")?,
                 }),

@@ -25,7 +25,7 @@ use super::resolve::{
 use super::tables::{FaultWord, Tables};
 use crate::backend::{
     DeviceCounters, DeviceDriver, DeviceGuess, DeviceLimits, DeviceStep, MOST_DEVICE_SLOTS,
-    MOST_DEVICE_TOKENS, RoutingFault, SlotId, StepFault,
+    MOST_DEVICE_TOKENS, Queue, RoutingFault, SlotId, StepFault,
 };
 use crate::error::{Error, Result};
 use crate::expert::{ExpertLayout, ExpertSpec, WeightOn};
@@ -250,6 +250,7 @@ impl CudaBackend {
             foresight,
             record_bytes: entry.record_bytes as u32,
             parts: self.kernels.takes_parts(&items_of(items)).into(),
+            log: self.spans.log(),
         };
         let items = items_of(items);
         Ok(Launches {
@@ -289,6 +290,7 @@ impl CudaBackend {
             first_record: next.first,
             bytes: next.record_bytes as u32,
             layer: layer as u32,
+            log: self.spans.log(),
             // The branch adds what is its own.
             ..Fetch::default()
         }))
@@ -405,6 +407,7 @@ impl DeviceDriver for CudaBackend {
         self.runs += 1;
         self.options.faults.delay(self.compute.stream(), self.runs)?;
         let stream = self.compute.stream();
+        let begun = self.spans.begin(stream)?;
         if let Some(ahead) = self.ahead.as_mut() {
             ahead.enter(stream, step.layer)?;
         }
@@ -425,6 +428,8 @@ impl DeviceDriver for CudaBackend {
             }
             self.kernels.down_combine(stream, &launches.down, &combine)?;
         }
+        let layer = self.source.directory().layers()[step.layer].layer;
+        self.spans.end(stream, begun, Queue::Compute, 0, || format!("layer {layer}: experts"))?;
         if let Some(ahead) = self.ahead.as_mut().filter(|_| is_last) {
             ahead.join(self.compute.stream())?;
         }

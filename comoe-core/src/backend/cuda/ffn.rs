@@ -12,7 +12,7 @@ use super::kernels::{CombineArgs, DeviceItem, DownArgs, GateUpArgs, Items, gemm_
 use super::many::GemmX;
 use super::upload::bytes_of;
 use super::workspace::MOST_GEMV_TOKENS;
-use crate::backend::WorkItem;
+use crate::backend::{Queue, WorkItem};
 use crate::error::{Error, Result};
 use crate::expert::{ExpertLayout, ExpertSpec, WeightOn};
 use crate::format::ExpertFormat;
@@ -183,8 +183,11 @@ impl CudaBackend {
                 WeightOn::Output => self.upload_parts([bytes_of(&ffn.weights)])?[0],
             };
             let args = self.combine_args(&ffn, weights);
+            let stream = self.compute.stream();
+            let begun = self.spans.begin(stream)?;
             // SAFETY: partial has a row per assignment, each written by `run`; y is `[tokens, hidden]` of its dtype.
-            unsafe { self.kernels.combine(self.compute.stream(), &args) }?;
+            unsafe { self.kernels.combine(stream, &args) }?;
+            self.spans.end(stream, begun, Queue::Compute, 0, || "sum".to_owned())?;
         }
         self.compute.leave(&ffn.caller)?;
         Ok(ffn.y)

@@ -122,6 +122,7 @@ pub struct Kernels {
     resolve: CudaFunction,
     fetch: CudaFunction,
     correlate: CudaFunction,
+    tell_time: CudaFunction,
     peers: PeerKernels,
 }
 
@@ -208,6 +209,7 @@ impl Kernels {
                 fetch
             },
             correlate: function("correlate")?,
+            tell_time: function("tell_time")?,
             peers: PeerKernels::load(&module).map_err(fail)?,
         })
     }
@@ -227,6 +229,10 @@ impl Kernels {
 
     pub(super) fn correlate_function(&self) -> &CudaFunction {
         &self.correlate
+    }
+
+    pub(super) fn tell_time_function(&self) -> &CudaFunction {
+        &self.tell_time
     }
 
     pub(super) fn launch_error(&self, what: &str, error: DriverError) -> Error {

@@ -6,7 +6,8 @@
 //! `timeline` (streams and tickets), `batch`, `expand`, `sender`, `bounce` and `copies` (the copy queues), `compute` and
 //! `upload` (the compute queue), `kernels`, and the backend that puts them together, with `ffn` for the experts' work and `many` for steps of many tokens.
 //! `device`, `tables` and `resolve` are the driver whose tables live on the GPU, `ahead` is what it brings before it is asked
-//! for, and `correlate` what it learns to guess that. A backend serves one GPU and nothing here
+//! for, and `correlate` what it learns to guess that. `spans` takes down when all of that happens, while somebody wants to know. A
+//! backend serves one GPU and nothing here
 //! is global, so several GPUs are several backends, and `peers` is what is between them.
 
 #[cfg(feature = "cuda")]
@@ -59,6 +60,10 @@ mod resolve;
 mod sender;
 #[cfg(feature = "cuda")]
 mod slab;
+#[cfg(any(feature = "cuda", test))]
+mod span_log;
+#[cfg(feature = "cuda")]
+mod spans;
 #[cfg(feature = "cuda")]
 mod tables;
 #[cfg(feature = "cuda")]

@@ -69,6 +69,7 @@ pub(super) struct Resolve {
     pub(super) foresight: u64,
     pub(super) record_bytes: u32,
     pub(super) parts: u32,
+    pub(super) log: u64,
 }
 
 // SAFETY: plain numbers without padding, mirrored field by field in kernels/resolve.cu.
@@ -129,6 +130,6 @@ mod tests {
 
     #[test]
     fn arguments_are_as_long_as_on_the_device() {
-        assert_eq!(size_of::<Resolve>(), 248);
+        assert_eq!(size_of::<Resolve>(), 256);
     }
 }

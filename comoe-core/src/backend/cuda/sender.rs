@@ -3,15 +3,18 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use cudarc::driver::CudaStream;
+use cudarc::driver::{CudaEvent, CudaStream};
 
 use super::batch::Batch;
 use super::context::Gpu;
 use super::expand::Expander;
 use super::kernels::Kernels;
 use super::options::CudaOptions;
+use super::spans::Spans;
 use super::timeline::Sampler;
+use crate::backend::Queue;
 use crate::error::Result;
+use crate::expert::ExpertId;
 use crate::store::{Directory, RecordIndex};
 
 /// One fill, or a part of one.
@@ -34,15 +37,40 @@ pub(super) struct Sender {
     expander: Option<Expander>,
     sampler: Sampler,
     gathered: u64,
+    spans: Arc<Spans>,
+    queue: Queue,
+    /// While it is taken down when this is sent.
+    sent: Option<Sent>,
+}
+
+/// What was gathered so far.
+struct Sent {
+    begin: CudaEvent,
+    first: ExpertId,
+    pieces: usize,
 }
 
 impl Sender {
-    pub(super) fn new(gpu: &Gpu, kernels: &Arc<Kernels>, options: &CudaOptions) -> Result<Self> {
+    pub(super) fn new(
+        gpu: &Gpu,
+        kernels: &Arc<Kernels>,
+        options: &CudaOptions,
+        spans: &Arc<Spans>,
+        queue: Queue,
+    ) -> Result<Self> {
         let expander = match options.expansions.is_empty() {
             true => None,
             false => Some(Expander::new(gpu, kernels, &options.expansions)?),
         };
-        Ok(Self { batch: Batch::default(), expander, sampler: Sampler::new(gpu)?, gathered: 0 })
+        Ok(Self {
+            batch: Batch::default(),
+            expander,
+            sampler: Sampler::new(gpu)?,
+            gathered: 0,
+            spans: spans.clone(),
+            queue,
+            sent: None,
+        })
     }
 
     /// Whether fills are kernels, which take whole records and read page-locked memory only.
@@ -64,6 +92,11 @@ impl Sender {
         if self.gathered == 0 {
             // Here and not in `flush`: the expander enqueues by itself when a batch spans layers.
             self.sampler.begin(stream)?;
+            let first = directory.id(record);
+            self.sent = self.spans.begin(stream)?.map(|begin| Sent { begin, first, pieces: 0 });
+        }
+        if let Some(sent) = &mut self.sent {
+            sent.pieces += 1;
         }
         self.gathered += bytes as u64;
         // SAFETY: the caller's promise.
@@ -87,7 +120,15 @@ impl Sender {
             Some(expander) => expander.enqueue(stream)?,
             None => self.batch.enqueue(stream, single)?,
         }
-        self.sampler.end(stream, std::mem::take(&mut self.gathered))
+        let bytes = std::mem::take(&mut self.gathered);
+        if let Some(Sent { begin, first, pieces }) = self.sent.take() {
+            let what = || match pieces {
+                1 => first.to_string(),
+                _ => format!("layer {}: {pieces} experts", first.layer),
+            };
+            self.spans.end(stream, Some(begin), self.queue, bytes, what)?;
+        }
+        self.sampler.end(stream, bytes)
     }
 
     /// How long fills have kept the link busy, estimated.

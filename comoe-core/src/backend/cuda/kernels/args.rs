@@ -27,6 +27,8 @@ pub struct DeviceItem {
     pub ready: u32,
     /// 0.
     pub unused: u32,
+    /// Where it is taken down when an item with a `dst` is read: two u64 that begin as all ones and 0. 0: it is not.
+    pub span: u64,
 }
 
 // SAFETY: plain integers without padding, mirrored by `struct Item` in kernels/record.cuh.

@@ -101,7 +101,7 @@ mod tests {
 
     #[test]
     fn structs_are_as_long_as_on_the_device() {
-        assert_eq!(size_of::<DeviceItem>(), 40);
+        assert_eq!(size_of::<DeviceItem>(), 48);
         assert_eq!(size_of::<Matrix>(), 32);
         assert_eq!(size_of::<Record>(), 3 * 32 + 5 * 8 + 2 * 4);
         assert_eq!(size_of::<Input>(), 24);
