@@ -5,13 +5,12 @@ use std::borrow::Cow;
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::Instant;
 
 use candle_core::Tensor;
 use comoe_core::Result;
 use comoe_core::backend::{
-    Backend, BackendInfo, BackendMemory, Chunks, DeviceDriver, DeviceSpans, Fill, Queue, SlotId, Ticket,
-    TransferTime, Work, WorkItem,
+    Backend, BackendInfo, BackendMemory, Chunks, DeviceDriver, DeviceSpans, Fill, Queue, SlotId, SpanZero,
+    Ticket, TransferTime, Work, WorkItem,
 };
 use comoe_core::store::{Directory, RecordIndex};
 
@@ -129,7 +128,7 @@ impl Backend for Counting {
         self.inner.transfer_time()
     }
 
-    fn begin_spans(&mut self) -> Result<Option<Instant>> {
+    fn begin_spans(&mut self) -> Result<Option<SpanZero>> {
         self.inner.begin_spans()
     }
 

@@ -84,7 +84,7 @@ pub(crate) fn show_steps(device: &Device, runs: &[Stepped]) {
             String::new(),
         ]);
         println!(
-            "{} of {} slots, with an event behind each part:\n\n{table}",
+            "{} of {} slots, with a kernel behind each part that tells the time:\n\n{table}",
             run.slots_per_layer[0], run.slots_per_layer[1]
         );
     }

@@ -73,7 +73,9 @@ impl Routing {
         let (prompt, decoded): (Vec<_>, Vec<_>) =
             all.partition(|t| trace.tokens()[*t].phase == Phase::Prompt);
         let mut ids = Vec::new();
-        for &token in prompt.iter().chain(&decoded).chain(&decoded).chain(&decoded) {
+        // Those that are profiled go on as the passes do.
+        let profiled = decoded.iter().cycle().take(PROFILED);
+        for &token in prompt.iter().chain(&decoded).chain(&decoded).chain(&decoded).chain(profiled) {
             for layer in 0..shape.layers {
                 // Of a prompt's last layer only the last token is recorded; the next one that is serves.
                 let recorded = (token..trace.tokens().len()).find(|t| trace.chosen(*t, layer).len() == k);
@@ -96,7 +98,7 @@ impl Routing {
     /// Every token's experts are those that were used longest ago.
     pub fn without_reuse(decode: &Decode) -> Self {
         let shape = &decode.shape;
-        let ids = (0..SETTLE + 3 * decode.steps).flat_map(|token| {
+        let ids = (0..SETTLE + 3 * decode.steps + PROFILED).flat_map(|token| {
             let chosen = move |j| ((token * shape.top_k + j) % shape.experts) as u32;
             (0..shape.layers).flat_map(move |_| (0..shape.top_k).map(chosen))
         });
@@ -416,6 +418,22 @@ impl Pass {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::shape::Shape;
+
+    #[test]
+    fn without_reuse_no_token_finds_what_the_last_ones_used() {
+        let decode = Decode { steps: 5, ..Decode::new(Shape::small()) };
+        let (layers, k, experts) = (decode.shape.layers, decode.shape.top_k, decode.shape.experts);
+        let Routing::Given { ids, prompt, pass, .. } = Routing::without_reuse(&decode) else {
+            unreachable!("it is given")
+        };
+        let tokens: Vec<_> = ids.chunks(layers * k).collect();
+        assert_eq!((prompt, pass, tokens.len()), (SETTLE, 5, SETTLE + 3 * 5 + PROFILED));
+        for (n, token) in tokens.iter().enumerate() {
+            let before = &tokens[n.saturating_sub(experts / k - 1)..n];
+            assert!(before.iter().all(|b| b[..k].iter().all(|id| !token[..k].contains(id))), "token {n}");
+        }
+    }
 
     #[test]
     fn parts_of_a_name_are_one_in_the_order_of_their_first() {

@@ -17,8 +17,8 @@ use candle_core::Tensor;
 use comoe_core::ExpertCache;
 use comoe_core::Result as CoreResult;
 use comoe_core::backend::{
-    Backend, BackendInfo, BackendMemory, Chunks, DeviceDriver, DeviceSpans, Fill, Queue, SlotId, Ticket,
-    TransferTime, Work, WorkItem,
+    Backend, BackendInfo, BackendMemory, Chunks, DeviceDriver, DeviceSpans, Fill, Queue, SlotId, SpanZero,
+    Ticket, TransferTime, Work, WorkItem,
 };
 use comoe_core::store::{Directory, RecordIndex, RecordSource};
 use comoe_models::Profile;
@@ -82,8 +82,8 @@ struct Notes {
     /// Fills that were asked for and have not begun, on demand and ahead. Of one record demand goes first, as in the CPU's
     /// copy queues.
     due: HashMap<RecordIndex, [u32; 2]>,
-    /// When the device's times begin, us, while it takes any down.
-    device_zero: Option<f64>,
+    /// When the device's times begin, while it takes any down.
+    device_zero: Option<SpanZero>,
     left_out: u64,
     clock_error: f64,
 }
@@ -101,7 +101,7 @@ impl Timeline {
     /// As [`ExpertCache::begin_spans`].
     pub fn begin(&self, cache: &ExpertCache) -> Result<()> {
         let zero = cache.begin_spans()?;
-        self.notes().device_zero = zero.map(|zero| self.us_of(zero));
+        self.notes().device_zero = zero;
         self.on.store(true, Ordering::Relaxed);
         Ok(())
     }
@@ -126,6 +126,7 @@ impl Timeline {
     fn add_spans(&self, spans: DeviceSpans) {
         let mut notes = self.notes();
         let Some(zero) = notes.device_zero.take() else { return };
+        let zero = self.us_of(zero.host);
         notes.left_out += spans.left_out;
         notes.clock_error = notes.clock_error.max(spans.clock_error);
         notes.spans.extend(spans.list.into_iter().map(|span| Span {
@@ -145,9 +146,12 @@ impl Timeline {
     pub fn add_steps(&self, profile: &Profile) {
         let mut notes = self.notes();
         let Some(zero) = notes.device_zero else { return };
-        let span = |row, what: &str, times: &[f64], bytes| {
-            let (first, last) = (times.first().copied().unwrap_or(0.0), times.last().copied().unwrap_or(0.0));
-            Span { row, what: what.to_owned(), begin: zero + first, us: last - first, bytes }
+        let us = |ns: Option<&u64>| {
+            ns.map_or(0.0, |ns| ns.wrapping_sub(zero.device_ns) as i64 as f64 / 1e3) + self.us_of(zero.host)
+        };
+        let span = |row, what: &str, times: &[u64], bytes| {
+            let (begin, end) = (us(times.first()), us(times.last()));
+            Span { row, what: what.to_owned(), begin, us: end - begin, bytes }
         };
         for (n, times) in profile.steps.iter().enumerate() {
             notes.spans.push(span(Row::Forward, &format!("token {n}"), times, 0));
@@ -160,7 +164,7 @@ impl Timeline {
     pub fn note(&self) -> Option<String> {
         let notes = self.notes();
         let mut note = (notes.clock_error > 0.0)
-            .then(|| format!("what kernels time themselves within {:.1} us", notes.clock_error));
+            .then(|| format!("events and what kernels time themselves within {:.1} us", notes.clock_error));
         if notes.left_out > 0 {
             let left_out = format!("{} spans left out for want of room", notes.left_out);
             note = Some(note.map_or(left_out.clone(), |note| format!("{note}; {left_out}")));
@@ -494,8 +498,10 @@ mod tests {
         assert!(timeline.spans().is_empty() && timeline.note().is_none(), "nobody began");
 
         let part = |what: &str, bytes| PartTime { what: what.to_owned(), times: 1, us: 0.0, bytes };
-        let steps = vec![vec![0.0, 1.5, 9.0], vec![20.0, 21.0, 30.0]];
-        timeline.notes().device_zero = Some(1000.0);
+        let ns = |us: f64| (7 << 58) + (us * 1e3) as u64;
+        let steps = [[0.0, 1.5, 9.0], [20.0, 21.0, 30.0]].map(|step| step.map(ns).to_vec()).to_vec();
+        let host = timeline.zero + Duration::from_millis(1);
+        timeline.notes().device_zero = Some(SpanZero { host, device_ns: 7 << 58 });
         timeline.add_steps(&Profile { parts: vec![part("norm", 0), part("experts", 7)], steps });
         timeline.add_spans(spans);
         let placed: Vec<_> =

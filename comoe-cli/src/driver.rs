@@ -45,7 +45,7 @@ functions! {
     cuCtxSynchronize cuDeviceCanAccessPeer cuDeviceGet cuDeviceGetAttribute cuDeviceGetCount
     cuDeviceGetDefaultMemPool cuDeviceGetName cuDeviceGetPCIBusId cuDevicePrimaryCtxRelease_v2
     cuDevicePrimaryCtxRetain cuDriverGetVersion cuEventCreate cuEventDestroy_v2 cuEventElapsedTime_v2
-    cuEventQuery cuEventRecord cuEventRecordWithFlags cuEventSynchronize cuFuncSetAttribute cuGetErrorName
+    cuEventQuery cuEventRecord cuEventSynchronize cuFuncSetAttribute cuGetErrorName
     cuGetErrorString cuGetProcAddress_v2 cuGraphDestroy cuGraphExecDestroy cuGraphGetNodes
     cuGraphInstantiateWithFlags cuGraphLaunch cuGraphUpload cuInit cuLaunchHostFunc cuLaunchKernel
     cuLaunchKernelEx cuMemAddressFree cuMemAddressReserve cuMemAlloc_v2 cuMemAllocAsync cuMemcpyDtoDAsync_v2

@@ -34,9 +34,9 @@ pub struct PartTime {
 pub struct Profile {
     /// One by one, in order; each the mean of the steps.
     pub parts: Vec<PartTime>,
-    /// When each part of each step began, and behind them when the step was over: us as the spans of the experts' cache have
-    /// it. Empty where it takes none down ([`comoe_core::ExpertCache::begin_spans`]).
-    pub steps: Vec<Vec<f64>>,
+    /// When each part of each step began, and behind them when the step was over: ns on the GPU's own clock
+    /// ([`SpanZero`](comoe_core::backend::SpanZero)).
+    pub steps: Vec<Vec<u64>>,
 }
 
 impl<'m> DeviceSteps<'m> {

@@ -16,7 +16,7 @@ use std::any::Any;
 use std::borrow::Cow;
 use std::fmt;
 use std::ops::Range;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use candle_core::{DType, Tensor};
 
@@ -27,7 +27,7 @@ pub use device::{
     DriverKind, MOST_DEVICE_ASSIGNMENTS, MOST_DEVICE_SLOTS, MOST_DEVICE_TOKENS, RoutingFault, STAGED_AHEAD,
     StepFault,
 };
-pub use spans::{DeviceSpan, DeviceSpans};
+pub use spans::{DeviceSpan, DeviceSpans, SpanZero};
 
 use crate::error::{Error, Result};
 use crate::expert::{ExpertLayout, ExpertSpec};
@@ -341,7 +341,7 @@ pub trait Backend: Send {
     ///
     /// # Errors
     /// [`Error::OutOfDeviceMemory`], and then nothing is taken down.
-    fn begin_spans(&mut self) -> Result<Option<Instant>> {
+    fn begin_spans(&mut self) -> Result<Option<SpanZero>> {
         Ok(None)
     }
 

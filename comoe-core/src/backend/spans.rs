@@ -1,7 +1,18 @@
 //! What a device did when, by its own clock: for pictures and for questions of speed. A run that nobody asks about has
 //! nothing of it in its way.
 
+use std::time::Instant;
+
 use super::Queue;
+
+/// The moment from which times count, by two clocks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct SpanZero {
+    /// By the host's.
+    pub host: Instant,
+    /// By the device's own, ns.
+    pub device_ns: u64,
+}
 
 /// Something that took time on a device.
 #[derive(Debug, Clone, PartialEq)]
@@ -11,7 +22,7 @@ pub struct DeviceSpan {
     pub queue: Queue,
     /// What it was. A record goes by the name of its expert.
     pub what: String,
-    /// When it began, us since the moment that [`Backend::begin_spans`](super::Backend::begin_spans) handed out.
+    /// When it began, us since the [`SpanZero`] of [`Backend::begin_spans`](super::Backend::begin_spans).
     pub begin: f64,
     /// When it was over, us since the same.
     pub end: f64,
@@ -26,6 +37,6 @@ pub struct DeviceSpans {
     pub list: Vec<DeviceSpan>,
     /// How many more there would have been, had there been room.
     pub left_out: u64,
-    /// Queues and kernels take their times in different ways: how far these may be apart, us.
+    /// Of what queues do events tell the time, of what kernels read and bring their own clock: how far the two may be apart, us.
     pub clock_error: f64,
 }

@@ -1,9 +1,7 @@
 //! When what the cache does on its device happens.
 
-use std::time::Instant;
-
 use super::ExpertCache;
-use crate::backend::DeviceSpans;
+use crate::backend::{DeviceSpans, SpanZero};
 use crate::error::{Error, Result};
 
 /// For questions of speed: events around each piece of work, and kernels that take their own times. Only work that is enqueued,
@@ -15,7 +13,7 @@ impl ExpertCache {
     /// # Errors
     /// [`Error::BadArgument`] where there are several devices, [`Error::OutOfDeviceMemory`], and what went wrong in earlier
     /// steps.
-    pub fn begin_spans(&self) -> Result<Option<Instant>> {
+    pub fn begin_spans(&self) -> Result<Option<SpanZero>> {
         if let Some(placement) = self.placement() {
             let reason =
                 format!("times are taken down on one device, this cache has {}", placement.devices());
@@ -32,18 +30,15 @@ impl ExpertCache {
         self.core.engine().shared_backend().take_spans()
     }
 
-    /// When an event of the caller's was reached that was recorded, with its time, since [`Self::begin_spans`], us as spans
-    /// have it. Waits for it. `None` where nothing is taken down.
+    /// Places for times that its kernels tell on any stream of the device, captured or not. `None` where it is no GPU.
     ///
     /// # Errors
-    /// [`Error::Cuda`] for an event of another GPU, or without a time.
+    /// [`Error::OutOfDeviceMemory`].
     #[cfg(feature = "cuda")]
-    pub fn event_us(&self, event: &cudarc::driver::CudaEvent) -> Result<Option<f64>> {
+    pub fn stamps(&self, places: usize) -> Result<Option<crate::backend::cuda::Stamps>> {
         let mut engine = self.core.engine();
         let backend = engine.shared_backend().as_any();
-        match backend.and_then(|b| b.downcast_mut::<crate::backend::cuda::CudaBackend>()) {
-            Some(backend) => backend.us_at(event),
-            None => Ok(None),
-        }
+        let backend = backend.and_then(|b| b.downcast_mut::<crate::backend::cuda::CudaBackend>());
+        backend.map(|backend| backend.stamps(places)).transpose()
     }
 }

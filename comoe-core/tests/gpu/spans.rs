@@ -261,12 +261,12 @@ fn what_a_table_guesses_is_taken_down_as_it_is_sent() {
     let experts: Arc<Experts> =
         Experts::random(ExpertSpec::swiglu(512, 320), ExpertFormat::INT8, LAYERS, EXPERTS, 6);
     let prefetch = Prefetch::Correlation;
-    let options = CacheOptions { prefetch, ..driven(6 * LAYERS, TOP_K, DriverKind::Host) };
+    let options = CacheOptions { prefetch, ..driven(4 * LAYERS, TOP_K, DriverKind::Host) };
     let cache = cache(&experts, &device, options, &CudaOptions::default(), Rules::default());
     let mut noise = Noise(9);
-    // Two tokens again and again, so that there is something to learn and something to bring.
-    let calls: Vec<_> = (0..2 * LAYERS).map(|n| model.call(n, 1, DType::BF16, &mut noise)).collect();
-    let run = || (0..40).for_each(|n| drop(forward(&cache, &calls[n % calls.len()]).expect("a step")));
+    // Three tokens again and again, so that there is something to learn and, with four slots, something to bring.
+    let calls: Vec<_> = (0..3 * LAYERS).map(|n| model.call(n, 1, DType::BF16, &mut noise)).collect();
+    let run = || (0..60).for_each(|n| drop(forward(&cache, &calls[n % calls.len()]).expect("a step")));
     run();
     let (_, spans, stats) = taken(&cache, run);
     let (fills, ahead) = (of(&spans, Queue::Demand), of(&spans, Queue::Prefetch));

@@ -41,6 +41,8 @@ const UNIFORMS: usize = 1024;
 const HOST_DRIVEN: &str = "the host serves the experts (see the notes on their cache)";
 /// Graphs kept of one sequence: reaches, sampler options.
 const MOST_GRAPHS: usize = 4;
+/// Ends of parts whose time is taken, in one step.
+const MOST_MARKS: usize = 1 << 14;
 /// Recording that failed so often fails always.
 const MOST_TRIES: usize = 3;
 
@@ -91,9 +93,9 @@ pub struct PartTime {
 pub struct Profile {
     /// One by one, in order; each the mean of the steps.
     pub parts: Vec<PartTime>,
-    /// When each part of each step began, and behind them when the step was over: us as the spans of the experts' cache have
-    /// it. Empty where it takes none down ([`comoe_core::ExpertCache::begin_spans`]).
-    pub steps: Vec<Vec<f64>>,
+    /// When each part of each step began, and behind them when the step was over: ns on the GPU's own clock
+    /// ([`SpanZero`](comoe_core::backend::SpanZero)).
+    pub steps: Vec<Vec<u64>>,
 }
 
 /// A graph, and what it is good for.
@@ -193,8 +195,8 @@ impl<'m> DeviceSteps<'m> {
     }
 
     /// Where the time of a replayed step goes: `n` more steps, from a graph of their own that takes the time behind each
-    /// part. The events keep kernels from being set up ahead, so the whole is slower than without them. `None` where steps are
-    /// not replayed.
+    /// part. That takes time itself, and keeps kernels from being set up further ahead, so the whole is slower than without.
+    /// `None` where steps are not replayed.
     ///
     /// # Errors
     /// As [`Self::next`].
@@ -203,16 +205,18 @@ impl<'m> DeviceSteps<'m> {
         let Some(top_k) = self.decoder.top_k() else { return Ok(None) };
         let reach = Fused::reach(kv.len() + n, kv.capacity());
         let place = kv.place(kv.len())?;
+        let Some(stamps) = self.decoder.experts().stamps(MOST_MARKS)? else { return Ok(None) };
         if let Some(fused) = self.decoder.fused() {
-            fused.begin_marks();
+            fused.begin_marks(stamps);
         }
         // Not one of those that are kept.
         let kept = std::mem::take(&mut self.graphs);
         let recorded = self.record(kv, reach, &place, top_k);
-        let marks = self.decoder.fused().map(|fused| fused.take_marks()).unwrap_or_default();
+        let marks = self.decoder.fused().and_then(|fused| fused.take_marks());
         let graph = std::mem::replace(&mut self.graphs, kept).pop_back();
-        let (true, Some(mut graph)) = (recorded?, graph) else { return Ok(None) };
+        let (true, Some(mut graph), Some(marks)) = (recorded?, graph, marks) else { return Ok(None) };
         let mut parts: Vec<PartTime> = marks
+            .list
             .iter()
             .skip(1)
             .map(|m| PartTime { what: m.what.clone(), times: 1, us: 0.0, bytes: m.bytes as u64 })
@@ -231,12 +235,11 @@ impl<'m> DeviceSteps<'m> {
             kv.place_moved();
             self.count()?;
             self.wait(kv, &graph.logits)?;
-            for (pair, part) in marks.windows(2).zip(&mut parts) {
-                let ms = pair[0].event.elapsed_ms(&pair[1].event).map_err(doing("reading an event"))?;
-                part.us += 1e3 * f64::from(ms) / n as f64;
+            let times = marks.stamps.read(marks.list.len())?;
+            for (pair, part) in times.windows(2).zip(&mut parts) {
+                part.us += pair[1].saturating_sub(pair[0]) as f64 / 1e3 / n as f64;
             }
-            let times = marks.iter().map(|mark| self.decoder.experts().event_us(&mark.event));
-            steps.extend(times.collect::<comoe_core::Result<Option<Vec<f64>>>>()?);
+            steps.push(times);
         }
         Ok(Some(Profile { parts, steps }))
     }

@@ -4,10 +4,9 @@ use std::any::Any;
 use std::borrow::Cow;
 use std::ops::Range;
 use std::sync::Arc;
-use std::time::Instant;
 
 use candle_core::{CudaDevice, DType, Device, Tensor};
-use cudarc::driver::{CudaEvent, CudaStream, result};
+use cudarc::driver::{CudaStream, result};
 
 use super::ahead::Ahead;
 use super::arena::Arena;
@@ -20,13 +19,14 @@ use super::kernels::{GatherArgs, Kernels};
 use super::options::CudaOptions;
 use super::slab::Slab;
 use super::spans::Spans;
+use super::stamps::Stamps;
 use super::tables::Tables;
 use super::tier::LockedTier;
 use super::timeline::Timelines;
 use super::upload::{UploadRing, bytes_of};
 use crate::backend::{
     Backend, BackendInfo, BackendMemory, Chunks, DeviceDriver, DeviceSpans, Fill, PageLocking, Queue, SlotId,
-    Ticket, TransferTime, Work, WorkItem,
+    SpanZero, Ticket, TransferTime, Work, WorkItem,
 };
 use crate::error::{Error, Result};
 use crate::format::record::convert_record;
@@ -209,10 +209,9 @@ impl CudaBackend {
 }
 
 impl CudaBackend {
-    /// When an event was reached, as spans have it; `None` while nothing is taken down.
-    pub(crate) fn us_at(&self, event: &CudaEvent) -> Result<Option<f64>> {
-        self.gpu.bind()?;
-        self.spans.us_at(event)
+    /// Places for times on the GPU's clock.
+    pub(crate) fn stamps(&self, places: usize) -> Result<Stamps> {
+        Stamps::new(&self.gpu, &self.kernels, places)
     }
 
     /// The experts' work that was begun.
@@ -514,7 +513,7 @@ impl Backend for CudaBackend {
         }
     }
 
-    fn begin_spans(&mut self) -> Result<Option<Instant>> {
+    fn begin_spans(&mut self) -> Result<Option<SpanZero>> {
         self.synchronize()?;
         self.spans.start(&self.kernels, self.compute.stream()).map(Some)
     }

@@ -6,8 +6,8 @@
 //! `timeline` (streams and tickets), `batch`, `expand`, `sender`, `bounce` and `copies` (the copy queues), `compute` and
 //! `upload` (the compute queue), `kernels`, and the backend that puts them together, with `ffn` for the experts' work and `many` for steps of many tokens.
 //! `device`, `tables` and `resolve` are the driver whose tables live on the GPU, `ahead` is what it brings before it is asked
-//! for, and `correlate` what it learns to guess that. `spans` takes down when all of that happens, while somebody wants to know. A
-//! backend serves one GPU and nothing here
+//! for, and `correlate` what it learns to guess that. `spans` takes down when all of that happens, while somebody wants to
+//! know, and `stamps` tells the time on a stream. A backend serves one GPU and nothing here
 //! is global, so several GPUs are several backends, and `peers` is what is between them.
 
 #[cfg(feature = "cuda")]
@@ -65,6 +65,8 @@ mod span_log;
 #[cfg(feature = "cuda")]
 mod spans;
 #[cfg(feature = "cuda")]
+mod stamps;
+#[cfg(feature = "cuda")]
 mod tables;
 #[cfg(feature = "cuda")]
 mod tier;
@@ -89,6 +91,8 @@ pub use options::{CudaOptions, Progress, ResidentFormat};
 pub(crate) use peers::Peers;
 #[cfg(feature = "cuda")]
 pub use pool_memory::cuda_pool;
+#[cfg(feature = "cuda")]
+pub use stamps::Stamps;
 pub use workspace::{MOST_GEMV_TOKENS, handed_bytes, learned_bytes, workspace_bytes};
 
 #[cfg(not(feature = "cuda"))]

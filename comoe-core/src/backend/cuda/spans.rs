@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use cudarc::driver::{CudaEvent, CudaStream, LaunchConfig, PushKernelArg, sys};
+use cudarc::driver::{CudaEvent, CudaStream, sys};
 
 use super::context::{Doing, Gpu};
 use super::kernels::Kernels;
@@ -14,7 +14,7 @@ use super::pinned::PinnedBuffer;
 use super::slab::Slab;
 use super::span_log::{Logged, SPAN_BYTES, whole};
 use super::upload::bytes_of;
-use crate::backend::{DeviceSpan, DeviceSpans, Queue};
+use crate::backend::{DeviceSpan, DeviceSpans, Queue, SpanZero};
 use crate::error::Result;
 use crate::store::Directory;
 
@@ -22,6 +22,8 @@ use crate::store::Directory;
 const MOST_SPANS: usize = 100_000;
 /// `sizeof(SpanLog)`, in front of the kernels' own.
 const HEAD_BYTES: usize = 32;
+/// Events that are there when it begins, so that nothing has to wait for their making; as many are kept.
+const PREPARED: usize = 1 << 13;
 /// How often the clocks are compared.
 const COMPARISONS: usize = 16;
 
@@ -36,6 +38,7 @@ pub(super) struct Spans {
 struct State {
     clock: Option<Clock>,
     timed: Vec<Timed>,
+    spare: Vec<CudaEvent>,
     left_out: u64,
     /// What kernels take down. It stays, since graphs that were recorded meanwhile have its address.
     log: Option<Slab>,
@@ -52,6 +55,12 @@ struct Timed {
 
 fn event(gpu: &Gpu) -> Result<CudaEvent> {
     gpu.ctx.new_event(Some(sys::CUevent_flags::CU_EVENT_DEFAULT)).doing("making an event")
+}
+
+impl State {
+    fn event(&mut self, gpu: &Gpu) -> Result<CudaEvent> {
+        self.spare.pop().map_or_else(|| event(gpu), Ok)
+    }
 }
 
 impl Spans {
@@ -91,7 +100,7 @@ impl Spans {
         if status != sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE {
             return Ok(None);
         }
-        let begin = event(&self.gpu)?;
+        let begin = self.state().event(&self.gpu)?;
         begin.record(stream).doing("recording an event")?;
         Ok(Some(begin))
     }
@@ -111,15 +120,18 @@ impl Spans {
             state.left_out += 1;
             return Ok(());
         }
-        let end = event(&self.gpu)?;
+        let end = state.event(&self.gpu)?;
         end.record(stream).doing("recording an event")?;
         state.timed.push(Timed { queue, what: what(), bytes, begin, end });
         Ok(())
     }
 
     /// Begins anew, while every queue is empty; hands out the moment from which times count.
-    pub(super) fn start(&self, kernels: &Kernels, stream: &Arc<CudaStream>) -> Result<Instant> {
+    pub(super) fn start(&self, kernels: &Kernels, stream: &Arc<CudaStream>) -> Result<SpanZero> {
         let mut state = self.state();
+        while state.spare.len() < PREPARED {
+            state.spare.push(event(&self.gpu)?);
+        }
         if state.log.is_none() {
             let bytes = HEAD_BYTES + MOST_SPANS * SPAN_BYTES;
             state.log = Some(Slab::new(&self.gpu, "times of what kernels read", bytes)?);
@@ -128,7 +140,7 @@ impl Spans {
             log.write(0, bytes_of(&[0, MOST_SPANS as u32]))?;
         }
         let clock = Clock::new(&self.gpu, kernels, stream)?;
-        let zero = clock.zero;
+        let zero = SpanZero { host: clock.zero, device_ns: clock.origin_ns };
         (state.timed, state.left_out, state.clock) = (Vec::new(), 0, Some(clock));
         self.on.store(true, Ordering::Relaxed);
         Ok(zero)
@@ -152,17 +164,14 @@ impl Spans {
         let logged = whole(bytes.as_chunks().0.iter().map(Logged::read));
         let mut list: Vec<DeviceSpan> =
             logged.iter().map(|span| span.told(directory, clock.origin_ns)).collect();
-        for Timed { queue, what, bytes, begin, end } in state.timed.drain(..) {
-            let (begin, end) = (clock.us_at(&begin)?, clock.us_at(&end)?);
+        for Timed { queue, what, bytes, begin: first, end: last } in std::mem::take(&mut state.timed) {
+            let (begin, end) = (clock.us_at(&first)?, clock.us_at(&last)?);
             list.push(DeviceSpan { queue, what, begin, end, bytes });
+            state.spare.extend([first, last]);
         }
+        state.spare.truncate(PREPARED);
         list.sort_by(|a, b| a.begin.total_cmp(&b.begin));
         Ok(DeviceSpans { list, left_out, clock_error: clock.error_us })
-    }
-
-    /// When an event was reached that was recorded meanwhile, as spans have it; `None` while nobody wants to know.
-    pub(super) fn us_at(&self, event: &CudaEvent) -> Result<Option<f64>> {
-        self.state().clock.as_ref().map(|clock| clock.us_at(event)).transpose()
     }
 }
 
@@ -215,17 +224,5 @@ impl Clock {
 
     fn us_at(&self, event: &CudaEvent) -> Result<f64> {
         Ok(1e3 * f64::from(self.origin.elapsed_ms(event).doing("timing")?))
-    }
-}
-
-impl Kernels {
-    /// # Safety
-    /// `to` is the address of 8 bytes, aligned to as many, that are valid on the stream's GPU until the kernel is done.
-    unsafe fn tell_time(&self, stream: &Arc<CudaStream>, to: u64) -> Result<()> {
-        let config = LaunchConfig { grid_dim: (1, 1, 1), block_dim: (1, 1, 1), shared_mem_bytes: 0 };
-        let mut launch = stream.launch_builder(self.tell_time_function());
-        launch.arg(&to);
-        // SAFETY: the type is that of kernels/spans.cu; the address is the caller's promise.
-        unsafe { launch.launch(config) }.map(|_| ()).map_err(|error| self.launch_error("tell_time", error))
     }
 }

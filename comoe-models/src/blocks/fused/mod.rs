@@ -15,8 +15,8 @@ use candle_core::cuda_backend::CudaStorageSlice;
 use candle_core::{CudaStorage, DType, Device, Layout, Result, Shape, Storage, Tensor};
 use comoe_core::Activation;
 use comoe_core::backend::DeviceGuess;
-use comoe_core::backend::cuda::SideStream;
-use cudarc::driver::{CudaEvent, CudaStream, DevicePtr, sys};
+use comoe_core::backend::cuda::{SideStream, Stamps};
+use cudarc::driver::{CudaStream, DevicePtr};
 
 pub(super) use self::mixers::Heads;
 use super::arena::Arena;
@@ -45,7 +45,7 @@ pub struct Fused {
     ready: Vec<usize>,
     given: Option<GivenRouting>,
     /// While a step is recorded to be timed.
-    marks: RefCell<Option<Vec<Mark>>>,
+    marks: RefCell<Option<Marks>>,
     /// Made when it is first needed.
     aside: OnceCell<Aside>,
     device: Device,
@@ -65,7 +65,12 @@ pub(crate) struct Mark {
     pub(crate) what: String,
     /// Weights and cache that the part reads.
     pub(crate) bytes: usize,
-    pub(crate) event: CudaEvent,
+}
+
+/// All of a step's, and their times in the same order. To be kept as long as a graph that was recorded with them.
+pub(crate) struct Marks {
+    pub(crate) list: Vec<Mark>,
+    pub(crate) stamps: Stamps,
 }
 
 /// Routing that is replayed in place of the routers' choice, for measuring.
@@ -157,27 +162,19 @@ impl Fused {
     }
 
     /// From here on parts are marked, until [`Self::take_marks`].
-    pub(crate) fn begin_marks(&self) {
-        *self.marks.borrow_mut() = Some(Vec::new());
+    pub(crate) fn begin_marks(&self, stamps: Stamps) {
+        *self.marks.borrow_mut() = Some(Marks { list: Vec::new(), stamps });
     }
 
-    pub(crate) fn take_marks(&self) -> Vec<Mark> {
-        self.marks.borrow_mut().take().unwrap_or_default()
+    pub(crate) fn take_marks(&self) -> Option<Marks> {
+        self.marks.borrow_mut().take()
     }
 
-    /// Ends a part, where parts are marked: an event that a graph records each time it runs.
+    /// Ends a part, where parts are marked: a kernel that tells the time, in a graph each time it runs.
     pub(crate) fn mark(&self, what: &str, bytes: usize) -> Result<()> {
-        if let Some(marks) = self.marks.borrow_mut().as_mut() {
-            let timed = Some(sys::CUevent_flags::CU_EVENT_DEFAULT);
-            let event = self.stream.context().new_event(timed).map_err(candle_core::Error::wrap)?;
-            // SAFETY: both live, and the event outlives the graph: whoever took the marks has both.
-            unsafe {
-                let flags = sys::CUevent_record_flags_enum::CU_EVENT_RECORD_EXTERNAL as u32;
-                sys::cuEventRecordWithFlags(event.cu_event(), self.stream.cu_stream(), flags)
-            }
-            .result()
-            .map_err(candle_core::Error::wrap)?;
-            marks.push(Mark { what: what.to_owned(), bytes, event });
+        if let Some(Marks { list, stamps }) = self.marks.borrow_mut().as_mut() {
+            stamps.stamp(&self.stream, list.len()).map_err(failed)?;
+            list.push(Mark { what: what.to_owned(), bytes });
         }
         Ok(())
     }
