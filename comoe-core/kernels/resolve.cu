@@ -339,13 +339,8 @@ __device__ __forceinline__ void resolve_block(const Resolve& r, const uint32_t* 
             Foresight& f = *r.foresight;
             const bool right = used >> t & 1;
             const uint32_t ready = arrived.ready[t];
-            // Of a token that is run again, what was right is in its slot by now, and was counted.
-            if (!was_done) {
-                atomicAdd(&f.guessed, 1ull);
-                if (right) atomicAdd(&f.right, 1ull);
-                // Its time constant is 32 guesses; what is not brought is judged as well, and so comes back.
-                if (t == 0) f.worth = worth - worth / 32 + (right ? 65535 / 32 : 0);
-            }
+            atomicAdd(&f.guessed, 1ull);
+            if (right) atomicAdd(&f.right, 1ull);
             if (ready > 0) {
                 atomicAdd(&f.brought, 1ull);
                 atomicAdd(&f.bytes, (unsigned long long)ready);
@@ -355,6 +350,8 @@ __device__ __forceinline__ void resolve_block(const Resolve& r, const uint32_t* 
                     atomicAdd(&f.saved_bytes, (unsigned long long)ready);
                 }
             }
+            // Its time constant is 32 guesses; what is not brought is judged as well, and so comes back.
+            if (t == 0) f.worth = worth - worth / 32 + (right ? 65535 / 32 : 0);
         }
         // The next layer's guesses may be brought; there is no word that is taken.
         if (t < kCopyBlocks) r.ahead->state[t] = r.layer << kOrdinalShift;
