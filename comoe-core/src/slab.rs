@@ -15,9 +15,9 @@ const WRITTEN: u32 = u32::MAX;
 
 /// Memory goes back to the system in such pieces: whole pages, whatever their size.
 const CHUNK: usize = 64 << 10;
-/// Memory is backed ahead in such pieces.
-#[cfg(feature = "cuda")]
-const POPULATED_AT_ONCE: usize = 64 << 20;
+/// No page is smaller.
+#[cfg(any(feature = "cuda", test))]
+const LEAST_PAGE: usize = 4 << 10;
 
 /// All slots. Untouched slots are not backed by memory.
 ///
@@ -107,15 +107,18 @@ impl Slab {
         Err(std::io::ErrorKind::Unsupported.into())
     }
 
-    /// Has all of its memory backed now, by all threads. What is in the slots stays.
-    #[cfg(feature = "cuda")]
+    /// Has all of its memory backed now, by all threads, before anything is in it: slots that nobody has borrowed are all zeroes
+    /// behind this. By touching it, since not every system populates memory when it is told to.
+    #[cfg(any(feature = "cuda", test))]
     pub(crate) fn populate(&self) {
         use rayon::prelude::*;
 
-        let bytes = self.slots() * self.slot_bytes;
-        (0..bytes.div_ceil(POPULATED_AT_ONCE)).into_par_iter().with_max_len(1).for_each(|n| {
-            let start = n * POPULATED_AT_ONCE;
-            crate::sys::populate(&self.map, start..(start + POPULATED_AT_ONCE).min(bytes));
+        crate::sys::want_huge_pages(&self.map);
+        // Neighbours by one thread, so that few huge pages are touched by two.
+        (0..self.slots()).into_par_iter().with_min_len(8).for_each(|slot| {
+            if let Some(mut slot) = self.write(SlotId(slot as u32)) {
+                slot.iter_mut().step_by(LEAST_PAGE).for_each(|byte| *byte = 0);
+            }
         });
     }
 
@@ -219,6 +222,28 @@ mod tests {
         drop(w);
         assert_eq!(slab.read(SlotId(2)).unwrap().len(), 512);
         assert!(slab.read(SlotId(3)).is_none() && slab.write(SlotId(3)).is_none());
+    }
+
+    #[test]
+    fn populated_memory_is_backed_and_zero_where_nobody_has_it() {
+        let backed = || {
+            let pages = std::fs::read_to_string("/proc/self/smaps").unwrap_or_default();
+            let kib =
+                |l: &str| l.strip_prefix("Anonymous:")?.trim().strip_suffix("kB")?.trim().parse::<u64>().ok();
+            pages.lines().filter_map(kib).max().unwrap_or(0)
+        };
+        // More than any other mapping of the tests.
+        let (slots, bytes) = (96, 2 << 20);
+        let slab = Slab::new(slots, bytes).unwrap();
+        let mut used = slab.write(SlotId(3)).unwrap();
+        used.fill(7);
+        slab.populate();
+        assert!(used.iter().all(|&v| v == 7), "it is in use");
+        drop(used);
+        assert!(slab.read(SlotId(95)).unwrap().iter().all(|&v| v == 0));
+        if cfg!(target_os = "linux") {
+            assert!(backed() >= (slots * bytes) as u64 >> 10, "{} KiB", backed());
+        }
     }
 
     #[test]

@@ -103,15 +103,13 @@ pub(crate) fn unmap_pages(map: &Mmap, range: Range<usize>) {
 #[cfg(not(unix))]
 pub(crate) fn unmap_pages(_: &Mmap, _: Range<usize>) {}
 
-/// Has the system back `range` of memory of this process's own, in huge pages where it has them, before somebody touches it.
-/// Advice: what it does not take, the first touch brings all the same.
-#[cfg(all(feature = "cuda", target_os = "linux"))]
-pub(crate) fn populate(map: &memmap2::MmapMut, range: Range<usize>) {
-    for advice in [memmap2::Advice::HugePage, memmap2::Advice::PopulateWrite] {
-        let _ = map.advise_range(advice, range.start, range.len());
-    }
+/// Has the system back memory of this process's own in huge pages, where it has them.
+#[cfg(all(any(feature = "cuda", test), target_os = "linux"))]
+pub(crate) fn want_huge_pages(map: &memmap2::MmapMut) {
+    // Advice: small pages serve.
+    let _ = map.advise(memmap2::Advice::HugePage);
 }
 
-/// Elsewhere the first touch does it.
-#[cfg(all(feature = "cuda", not(target_os = "linux")))]
-pub(crate) fn populate(_: &memmap2::MmapMut, _: Range<usize>) {}
+/// Elsewhere pages are as they are.
+#[cfg(all(any(feature = "cuda", test), not(target_os = "linux")))]
+pub(crate) fn want_huge_pages(_: &memmap2::MmapMut) {}
