@@ -61,10 +61,8 @@ pub fn ram_available() -> Option<u64> {
 /// eighth of it is in no use at all. Where there is more, the next start finds the file in memory, and the system takes
 /// the pages when somebody needs them.
 pub fn page_cache_is_in_the_way() -> bool {
-    let number = |path: &str| fs::read_to_string(path).ok()?.trim().parse::<u64>().ok();
-    let group = number("/sys/fs/cgroup/memory.max").zip(number("/sys/fs/cgroup/memory.current"));
     let system = meminfo("MemTotal:").zip(meminfo("MemFree:"));
-    is_short(system, group.map(|(limit, used)| (limit, limit.saturating_sub(used))))
+    is_short(system, group().map(|group| (group.limit, group.limit.saturating_sub(group.used))))
 }
 
 /// Of memory in all and unused, of the system and of the control group, where they are known.
@@ -73,17 +71,34 @@ fn is_short(system: Option<(u64, u64)>, group: Option<(u64, u64)>) -> bool {
     system.is_none() || short(system) || short(group)
 }
 
+/// A container's memory, in bytes.
+struct Group {
+    limit: u64,
+    /// The page cache of its files included.
+    used: u64,
+    /// Where it is told what is used for what.
+    stat: &'static str,
+}
+
+/// The control group's, of either version.
+fn group() -> Option<Group> {
+    let number = |path: &str| fs::read_to_string(path).ok()?.trim().parse::<u64>().ok();
+    Some(match number("/sys/fs/cgroup/memory.max") {
+        Some(limit) => {
+            let used = number("/sys/fs/cgroup/memory.current")?;
+            Group { limit, used, stat: "/sys/fs/cgroup/memory.stat" }
+        }
+        None => Group {
+            limit: number("/sys/fs/cgroup/memory/memory.limit_in_bytes")?,
+            used: number("/sys/fs/cgroup/memory/memory.usage_in_bytes")?,
+            stat: "/sys/fs/cgroup/memory/memory.stat",
+        },
+    })
+}
+
 /// What is left of a container's memory limit. Its page cache counts as left: it goes when memory is needed.
 fn group_available() -> Option<u64> {
-    let number = |path: &str| fs::read_to_string(path).ok()?.trim().parse::<u64>().ok();
-    let (limit, used, stat) = match number("/sys/fs/cgroup/memory.max") {
-        Some(limit) => (limit, number("/sys/fs/cgroup/memory.current")?, "/sys/fs/cgroup/memory.stat"),
-        None => (
-            number("/sys/fs/cgroup/memory/memory.limit_in_bytes")?,
-            number("/sys/fs/cgroup/memory/memory.usage_in_bytes")?,
-            "/sys/fs/cgroup/memory/memory.stat",
-        ),
-    };
+    let Group { limit, used, stat } = group()?;
     let stat = fs::read_to_string(stat).unwrap_or_default();
     let cache = |name: &str| {
         let value =

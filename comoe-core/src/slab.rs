@@ -15,9 +15,6 @@ const WRITTEN: u32 = u32::MAX;
 
 /// Memory goes back to the system in such pieces: whole pages, whatever their size.
 const CHUNK: usize = 64 << 10;
-/// No page is smaller.
-#[cfg(any(feature = "cuda", test))]
-const LEAST_PAGE: usize = 4 << 10;
 
 /// All slots. Untouched slots are not backed by memory.
 ///
@@ -117,7 +114,7 @@ impl Slab {
         // Neighbours by one thread, so that few huge pages are touched by two.
         (0..self.slots()).into_par_iter().with_min_len(8).for_each(|slot| {
             if let Some(mut slot) = self.write(SlotId(slot as u32)) {
-                slot.iter_mut().step_by(LEAST_PAGE).for_each(|byte| *byte = 0);
+                slot.iter_mut().step_by(crate::sys::LEAST_PAGE).for_each(|byte| *byte = 0);
             }
         });
     }

@@ -12,6 +12,10 @@ pub(crate) use self::fresh::{FreshMemory, HUGE_PAGE};
 #[cfg(any(feature = "cuda", test))]
 mod fresh;
 
+/// No page is smaller.
+#[cfg(any(feature = "cuda", test))]
+pub(crate) const LEAST_PAGE: usize = 4 << 10;
+
 /// Writes `bytes` at `offset` of `file`, without moving any shared position: threads may write at the same time.
 #[cfg(unix)]
 pub(crate) fn write_all_at(file: &File, bytes: &[u8], offset: u64) -> io::Result<()> {

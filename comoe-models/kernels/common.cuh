@@ -78,6 +78,18 @@ __device__ __forceinline__ float2 two_floats(uint32_t w, uint32_t dtype) {
     return __half22float2(h);
 }
 
+// Element `j` of eight in registers, which is not known before the kernel runs.
+__device__ __forceinline__ float pick(const float (&v)[8], int j) {
+    float f = v[0];
+#pragma unroll
+    for (int k = 1; k < 8; k++) f = k == j ? v[k] : f;
+    return f;
+}
+__device__ __forceinline__ void put(float (&v)[8], int j, float f) {
+#pragma unroll
+    for (int k = 0; k < 8; k++) v[k] = k == j ? f : v[k];
+}
+
 // Eight neighbours from element `i` on, of which those from `end` on are zero. 16-byte loads where they are aligned; the
 // other way is a loop, since code that is jumped over costs a kernel of a few microseconds as much as code that runs: it
 // finds its instructions in no cache near it.
@@ -96,11 +108,7 @@ __device__ __forceinline__ void load8(const E* p, size_t i, size_t end, float (&
 #pragma unroll
     for (int j = 0; j < 8; j++) v[j] = 0.f;
 #pragma unroll 1
-    for (int j = 0; j < 8 && i + j < end; j++) {
-        const float f = to_float(at[j]);
-#pragma unroll
-        for (int k = 0; k < 8; k++) v[k] = k == j ? f : v[k];
-    }
+    for (int j = 0; j < 8 && i + j < end; j++) put(v, j, to_float(at[j]));
 }
 
 template <typename E>
@@ -116,12 +124,7 @@ __device__ __forceinline__ void store8(E* p, size_t i, size_t end, const float (
         return;
     }
 #pragma unroll 1
-    for (int j = 0; j < 8 && i + j < end; j++) {
-        float f = v[0];
-#pragma unroll
-        for (int k = 1; k < 8; k++) f = k == j ? v[k] : f;
-        at[j] = from_float<E>(f);
-    }
+    for (int j = 0; j < 8 && i + j < end; j++) at[j] = from_float<E>(pick(v, j));
 }
 
 // The same of elements of a type that is known when the kernel runs.
@@ -150,11 +153,7 @@ __device__ __forceinline__ void load8(const void* p, uint32_t dtype, size_t i, s
 #pragma unroll
     for (int j = 0; j < 8; j++) v[j] = 0.f;
 #pragma unroll 1
-    for (int j = 0; j < 8 && i + j < end; j++) {
-        const float f = load_as_float(p, dtype, i + j);
-#pragma unroll
-        for (int k = 0; k < 8; k++) v[k] = k == j ? f : v[k];
-    }
+    for (int j = 0; j < 8 && i + j < end; j++) put(v, j, load_as_float(p, dtype, i + j));
 }
 
 __device__ __forceinline__ void store8(void* p, uint32_t dtype, size_t i, size_t end, const float (&v)[8]) {
@@ -177,12 +176,7 @@ __device__ __forceinline__ void store8(void* p, uint32_t dtype, size_t i, size_t
         return;
     }
 #pragma unroll 1
-    for (int j = 0; j < 8 && i + j < end; j++) {
-        float f = v[0];
-#pragma unroll
-        for (int k = 1; k < 8; k++) f = k == j ? v[k] : f;
-        store_from_float(p, dtype, i + j, f);
-    }
+    for (int j = 0; j < 8 && i + j < end; j++) store_from_float(p, dtype, i + j, pick(v, j));
 }
 
 // Weights and cached keys: read once, and asked for here, not where they are first needed.

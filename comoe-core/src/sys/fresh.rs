@@ -21,8 +21,7 @@ impl FreshMemory {
         let mapped = bytes.checked_add(HUGE_PAGE).ok_or(io::ErrorKind::OutOfMemory)?;
         let map = MmapOptions::new().len(mapped).map_anon()?;
         // Fewer pages to fault in and to lock; where the system has none of them, small pages serve.
-        #[cfg(target_os = "linux")]
-        let _ = map.advise(memmap2::Advice::HugePage);
+        super::want_huge_pages(&map);
         let at = map.as_ptr().addr();
         Ok(Self { start: at.next_multiple_of(HUGE_PAGE) - at, map, bytes })
     }

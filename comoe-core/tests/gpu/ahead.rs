@@ -7,11 +7,11 @@ use comoe_core::backend::cuda::SideStream;
 use comoe_core::backend::{DeviceGuess, DriverKind};
 use comoe_core::{
     CacheOptions, CacheStats, CudaOptions, Error, ExpertCache, ExpertFormat, ExpertSpec, Prefetch,
-    ResidentFormat, Rules, TokenOutcome,
+    ResidentFormat, Rules,
 };
 
-use crate::backend::{Call, Model, cache, device, forward, options, same, with_faults};
-use crate::capture::captured;
+use crate::backend::{Call, Model, cache, device, forward, numbers, options, same, with_faults};
+use crate::capture::{captured, driven_token};
 use crate::conformance::{Experts, Noise};
 use crate::device::driven;
 
@@ -67,8 +67,7 @@ fn layers(
         let layer = layer.with_device_guess(DeviceGuess { ids: guess, stream });
         results.push(layer.forward(&call.x, &call.ids, &call.weights).expect("a step"));
     }
-    let read = |y: Tensor| y.to_dtype(DType::F32).and_then(|y| y.flatten_all()?.to_vec1()).expect("y");
-    results.into_iter().map(read).collect()
+    results.iter().map(numbers).collect()
 }
 
 struct Run<'a> {
@@ -217,14 +216,7 @@ fn a_captured_token_brings_ahead_and_changes_nothing() {
     let calls: Vec<_> = (0..LAYERS).map(|l| model.call(l, 1, DType::BF16, &mut noise)).collect();
     let guesses: Vec<_> =
         (0..LAYERS).map(|_| Tensor::zeros(TOP_K, DType::U32, &device).expect("a guess")).collect();
-    let rooms: Vec<_> =
-        calls.iter().map(|c| Tensor::zeros(c.x.dims(), c.x.dtype(), &device).expect("room")).collect();
-    let token = |run: &dyn Fn()| {
-        let mut token = ahead.begin_token(1, TOP_K).expect("a token");
-        assert!(token.is_on_device());
-        run();
-        assert_eq!(token.end().expect("a token"), TokenOutcome::Done);
-    };
+    let rooms: Vec<_> = calls.iter().map(Call::room).collect();
     let all_layers = || {
         for (l, call) in calls.iter().enumerate() {
             let guess = DeviceGuess { ids: &guesses[l], stream: None };
@@ -232,7 +224,7 @@ fn a_captured_token_brings_ahead_and_changes_nothing() {
             layer.forward_to(&call.x, &call.ids, &call.weights, &rooms[l]).expect("a step");
         }
     };
-    token(&all_layers);
+    driven_token(&ahead, TOP_K, all_layers);
     let (graph, ()) = {
         let _first = ahead.begin_token(1, TOP_K).expect("a token");
         captured(&device, all_layers)
@@ -240,20 +232,18 @@ fn a_captured_token_brings_ahead_and_changes_nothing() {
     for n in 0..200 {
         let next: Vec<_> = (0..LAYERS).map(|l| model.call(l, 1, DType::BF16, &mut noise)).collect();
         for (l, (into, from)) in calls.iter().zip(&next).enumerate() {
-            let (ids, x, weights) = (&from.ids, &from.x, &from.weights);
-            for (into, from) in [(&into.ids, ids), (&into.x, x), (&into.weights, weights)] {
-                into.slice_set(from, 0, 0).expect("a copy");
-            }
+            into.take(from);
             let ids = guess(&next[(l + 1) % LAYERS], &mut noise, run.right);
             guesses[l]
                 .slice_set(&Tensor::new(ids.as_slice(), &device).expect("a guess"), 0, 0)
                 .expect("a copy");
         }
-        token(&|| graph.launch().expect("a launch"));
+        driven_token(&ahead, TOP_K, || graph.launch().expect("a launch"));
         for (l, call) in next.iter().enumerate() {
-            let got: Vec<f32> =
-                rooms[l].to_dtype(DType::F32).and_then(|y| y.flatten_all()?.to_vec1()).expect("y");
-            assert!(same(&got, &forward(&plain, call).expect("a step")), "token {n}, layer {l}");
+            assert!(
+                same(&numbers(&rooms[l]), &forward(&plain, call).expect("a step")),
+                "token {n}, layer {l}"
+            );
         }
     }
     let stats = ahead.stats();

@@ -103,6 +103,25 @@ pub(crate) struct Call {
     pub(crate) weights: Tensor,
 }
 
+impl Call {
+    /// Takes what `from` has to its own addresses, which a graph knows.
+    pub(crate) fn take(&self, from: &Self) {
+        for (into, from) in [(&self.ids, &from.ids), (&self.x, &from.x), (&self.weights, &from.weights)] {
+            into.slice_set(from, 0, 0).expect("a copy");
+        }
+    }
+
+    /// Room for its result.
+    pub(crate) fn room(&self) -> Tensor {
+        Tensor::zeros(self.x.dims(), self.x.dtype(), self.x.device()).expect("room")
+    }
+}
+
+/// A result's numbers.
+pub(crate) fn numbers(y: &Tensor) -> Vec<f32> {
+    y.to_dtype(DType::F32).and_then(|y| y.flatten_all()?.to_vec1()).expect("y")
+}
+
 /// Random calls of a model of `layers` layers of `experts` experts, each with `top_k` different ones a token.
 pub(crate) struct Model<'a> {
     pub(crate) device: &'a Device,

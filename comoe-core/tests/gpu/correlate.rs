@@ -8,12 +8,10 @@ use comoe_core::backend::cuda::{CudaBackend, Faults, learned_bytes};
 use comoe_core::backend::{Backend, DriverKind};
 use comoe_core::predict::{Correlation, Predictor};
 use comoe_core::store::RecordSource;
-use comoe_core::{
-    CacheOptions, CudaOptions, ExpertCache, ExpertFormat, ExpertSpec, Prefetch, Rules, TokenOutcome,
-};
+use comoe_core::{CacheOptions, CudaOptions, ExpertCache, ExpertFormat, ExpertSpec, Prefetch, Rules};
 
-use crate::backend::{Call, cache, device, forward, options, same, with_faults};
-use crate::capture::captured;
+use crate::backend::{Call, cache, device, forward, numbers, options, same, with_faults};
+use crate::capture::{captured, driven_token};
 use crate::conformance::learned::{Routing, table_of};
 use crate::conformance::{self, Experts, Make, Noise};
 use crate::device::driven;
@@ -86,14 +84,7 @@ fn a_captured_token_learns_and_guesses_and_changes_nothing() {
     let mut routing = Routing { layers: LAYERS, experts: EXPERTS, top_k: TOP_K, noise: Noise(11) };
     let mut alone = Correlation::new(&[EXPERTS; LAYERS], 1);
     let input = calls(&mut routing, &device);
-    let rooms: Vec<_> =
-        input.iter().map(|c| Tensor::zeros(c.x.dims(), c.x.dtype(), &device).expect("room")).collect();
-    let token = |run: &dyn Fn()| {
-        let mut token = learns.begin_token(1, TOP_K).expect("a token");
-        assert!(token.is_on_device());
-        run();
-        assert_eq!(token.end().expect("a token"), TokenOutcome::Done);
-    };
+    let rooms: Vec<_> = input.iter().map(Call::room).collect();
     let layers = |n: usize| {
         for call in &input[..n] {
             let layer = learns.layer(call.layer);
@@ -112,7 +103,7 @@ fn a_captured_token_learns_and_guesses_and_changes_nothing() {
             })
             .collect::<Vec<_>>()
     };
-    token(&|| layers(LAYERS));
+    driven_token(&learns, TOP_K, || layers(LAYERS));
     observe(&mut alone, &input);
     // One that is given up half-way, right ahead of the capture.
     {
@@ -130,16 +121,14 @@ fn a_captured_token_learns_and_guesses_and_changes_nothing() {
     }
     for n in 0..400 {
         let next = calls(&mut routing, &device);
-        for (into, from) in input.iter().zip(&next) {
-            for (into, from) in [(&into.ids, &from.ids), (&into.x, &from.x), (&into.weights, &from.weights)] {
-                into.slice_set(from, 0, 0).expect("a copy");
-            }
-        }
-        token(&|| graph.launch().expect("a launch"));
+        input.iter().zip(&next).for_each(|(into, from)| into.take(from));
+        driven_token(&learns, TOP_K, || graph.launch().expect("a launch"));
         for (room, call) in rooms.iter().zip(&next) {
-            let got: Vec<f32> =
-                room.to_dtype(DType::F32).and_then(|y| y.flatten_all()?.to_vec1()).expect("y");
-            assert!(same(&got, &forward(&plain, call).expect("a step")), "token {n}, layer {}", call.layer);
+            assert!(
+                same(&numbers(room), &forward(&plain, call).expect("a step")),
+                "token {n}, layer {}",
+                call.layer
+            );
         }
         let want = observe(&mut alone, &next);
         if n % 40 == 39 {

@@ -10,11 +10,10 @@ use comoe_core::backend::{DeviceGuess, DeviceSpan, DeviceSpans, DriverKind, Queu
 use comoe_core::store::{RecordIndex, RecordSource};
 use comoe_core::{
     CacheOptions, CacheStats, CudaOptions, ExpertCache, ExpertFormat, ExpertSpec, Prefetch, Rules,
-    TokenOutcome,
 };
 
-use crate::backend::{Call, Model, cache, device, forward, options, same};
-use crate::capture::captured;
+use crate::backend::{Call, Model, cache, device, forward, numbers, options, same};
+use crate::capture::{captured, driven_token};
 use crate::conformance::{Experts, Noise};
 use crate::device::driven;
 
@@ -137,15 +136,9 @@ fn a_replayed_token_says_what_it_read_and_what_it_brought() {
     let calls = next(&mut noise);
     let zeros = |n: usize, dtype| Tensor::zeros(n, dtype, &device).expect("room");
     let guesses: Vec<_> = (0..LAYERS).map(|_| zeros(TOP_K, DType::U32)).collect();
-    let rooms: Vec<_> =
-        calls.iter().map(|c| Tensor::zeros(c.x.dims(), c.x.dtype(), &device).expect("room")).collect();
-    let whole = |run: &dyn Fn()| {
-        let mut token = timed.begin_token(1, TOP_K).expect("a token");
-        run();
-        assert_eq!(token.end().expect("a token"), TokenOutcome::Done);
-    };
+    let rooms: Vec<_> = calls.iter().map(Call::room).collect();
     let all_layers = || token(&timed, &calls, &guesses, &rooms);
-    whole(&all_layers);
+    driven_token(&timed, TOP_K, all_layers);
     let record = || {
         let _token = timed.begin_token(1, TOP_K).expect("a token");
         captured(&device, all_layers).0
@@ -154,18 +147,14 @@ fn a_replayed_token_says_what_it_read_and_what_it_brought() {
     let replay = |graph: &cudarc::driver::CudaGraph, noise: &mut Noise| {
         let new = next(noise);
         for (l, (into, from)) in calls.iter().zip(&new).enumerate() {
-            for (into, from) in [(&into.ids, &from.ids), (&into.x, &from.x), (&into.weights, &from.weights)] {
-                into.slice_set(from, 0, 0).expect("a copy");
-            }
+            into.take(from);
             // All that are guessed are right.
             let right = new[(l + 1) % LAYERS].ids.flatten_all().expect("ids");
             guesses[l].slice_set(&right, 0, 0).expect("a copy");
         }
-        whole(&|| graph.launch().expect("a launch"));
+        driven_token(&timed, TOP_K, || graph.launch().expect("a launch"));
         for (room, call) in rooms.iter().zip(&new) {
-            let got: Vec<f32> =
-                room.to_dtype(DType::F32).and_then(|y| y.flatten_all()?.to_vec1()).expect("y");
-            assert!(same(&got, &forward(&plain, call).expect("a step")), "layer {}", call.layer);
+            assert!(same(&numbers(room), &forward(&plain, call).expect("a step")), "layer {}", call.layer);
         }
     };
     let (aware, spans, stats) = taken(&timed, || {

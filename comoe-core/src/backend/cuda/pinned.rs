@@ -6,14 +6,13 @@ use cudarc::driver::{DriverError, result, sys};
 
 use super::context::{Doing, Gpu};
 use crate::error::{Error, Result};
-use crate::sys::FreshMemory;
+use crate::sys::{FreshMemory, LEAST_PAGE};
 
 /// Every context may copy from it, and kernels may read it.
 const REGISTER: u32 = sys::CU_MEMHOSTREGISTER_PORTABLE | sys::CU_MEMHOSTREGISTER_DEVICEMAP;
 const ALLOCATE: u32 = sys::CU_MEMHOSTALLOC_PORTABLE | sys::CU_MEMHOSTALLOC_DEVICEMAP;
 /// Below this a smaller part is not worth a try.
 const LEAST_LOCK: usize = 1 << 20;
-const PAGE: usize = 4096;
 
 /// Page-locks existing memory. A context must be bound.
 ///
@@ -125,9 +124,9 @@ impl LockedMap {
                 self.locked = attempt;
                 break;
             }
-            attempt = if attempt / 2 < LEAST_LOCK { 0 } else { (attempt / 2).next_multiple_of(PAGE) };
+            attempt = if attempt / 2 < LEAST_LOCK { 0 } else { (attempt / 2).next_multiple_of(LEAST_PAGE) };
         }
-        let kept = self.locked.next_multiple_of(PAGE);
+        let kept = self.locked.next_multiple_of(LEAST_PAGE);
         if kept < bytes {
             // The GPU does not know that part, and the owner uses nothing behind `locked`.
             self.map.give_back(kept..bytes).map_err(|e| Error::HostMemory {
