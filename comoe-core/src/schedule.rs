@@ -29,6 +29,7 @@ use candle_core::Tensor;
 pub(crate) use prefetch::PrefetchEngine;
 pub use prefetch::PrefetchTrigger;
 use prefetch::Seen;
+pub(crate) use resize::Shortages;
 pub use resize::SlotsInForce;
 pub(crate) use stream::covers;
 

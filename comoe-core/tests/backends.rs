@@ -323,8 +323,8 @@ fn slots_without_memory_are_not_used() {
     backend.wait(ticket).unwrap();
 }
 
-/// A step that finds no memory for its results gets it from the slots, once; more than they have stops the cache with the
-/// device's own words.
+/// A step that finds no memory for one buffer or for several gets it from the slots; more than they have is told in the
+/// device's own words, and stops nothing.
 #[test]
 fn slots_make_room_for_a_step_that_is_short_of_memory() {
     // Records of 1.6 MB: slots give up 4 MiB more than is missing.
@@ -358,6 +358,12 @@ fn slots_make_room_for_a_step_that_is_short_of_memory() {
     assert!(matches!(error, Error::OutOfDeviceMemory { .. }), "{error}");
     // Nothing has changed: what fits goes on.
     assert_eq!(step(&short, 2).unwrap(), step(&roomy, 2).unwrap());
+
+    // One buffer of 6 MB after the other: what is given up for the first does not do for the second.
+    let short = cache(16 * slot + 100_000);
+    assert_eq!(step(&short, 1500).unwrap(), step(&roomy, 1500).unwrap());
+    let (force, stats) = (short.slots_in_force(), short.stats());
+    assert!(stats.resizes == 2 && (2..9).contains(&force.slots) && force.lent > 12 << 20, "{force:?}");
 
     // The tables of a device that drives: 16 times 64 KiB, in a token and outside of one.
     for in_token in [false, true] {

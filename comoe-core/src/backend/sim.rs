@@ -98,8 +98,8 @@ pub struct SimBackend {
     fail_fill: Option<RecordIndex>,
     /// Bytes of the device, where they are counted.
     memory: Option<u64>,
-    /// Bytes beside the slots.
-    workspace: u64,
+    /// Bytes beside the slots, by buffer.
+    workspace: [u64; 2],
     /// Of so many records the device itself can bring all but one.
     host_only: Option<u32>,
     locking: Option<Locking>,
@@ -128,7 +128,7 @@ impl SimBackend {
             check: true,
             fail_fill: None,
             memory: None,
-            workspace: 0,
+            workspace: [0; 2],
             host_only: None,
             locking: None,
             log: SimLog::default(),
@@ -233,9 +233,14 @@ impl SimBackend {
         Chunks::new(self.slots.len(), self.slot_bytes, CHUNK, 1)
     }
 
+    /// Bytes of the device's memory that are in use beside the slots.
+    fn beside_slots(&self) -> u64 {
+        self.workspace.iter().sum::<u64>() + self.tables.bytes
+    }
+
     /// Bytes of the device's memory that are in use.
     fn taken(&self) -> u64 {
-        self.cut().bytes_without(&self.unused) as u64 + self.workspace + self.tables.bytes
+        self.cut().bytes_without(&self.unused) as u64 + self.beside_slots()
     }
 
     /// `record` is about to be written to `slot`, or read there.
@@ -330,9 +335,7 @@ impl Backend for SimBackend {
         }
         let chunks = self.cut();
         let (backed, memory) = (chunks.bytes_without(&unused) as u64, self.memory.unwrap_or(u64::MAX));
-        if backed + self.workspace + self.tables.bytes > memory
-            && backed > chunks.bytes_without(&self.unused) as u64
-        {
+        if backed + self.beside_slots() > memory && backed > chunks.bytes_without(&self.unused) as u64 {
             let (device, what) = (self.info().device, "slots that come back".to_owned());
             let free = memory.saturating_sub(self.taken());
             let asked = backed - chunks.bytes_without(&self.unused) as u64;
@@ -408,13 +411,16 @@ impl Backend for SimBackend {
 
     fn reserve(&mut self, work: &Work<'_>) -> Result<()> {
         let (Some(memory), Work::Ffn { x, weights, .. }) = (self.memory, work) else { return Ok(()) };
+        // Two buffers of the same size, one after the other, as a GPU has more than one.
         let asked = 4 * (x.dim(1)? * weights.len()) as u64;
-        let free = memory.saturating_sub(self.taken() - self.workspace);
-        if asked > free.max(self.workspace) {
-            let (device, what) = (self.info().device, "a step's results".to_owned());
-            return Err(Error::OutOfDeviceMemory { device, what, asked, free, total: memory });
+        for (i, what) in ["a step's hidden activations", "a step's results"].into_iter().enumerate() {
+            let free = memory.saturating_sub(self.taken() - self.workspace[i]);
+            if asked > free.max(self.workspace[i]) {
+                let (device, what) = (self.info().device, what.to_owned());
+                return Err(Error::OutOfDeviceMemory { device, what, asked, free, total: memory });
+            }
+            self.workspace[i] = self.workspace[i].max(asked);
         }
-        self.workspace = self.workspace.max(asked);
         Ok(())
     }
 

@@ -14,7 +14,7 @@ use crate::backend::{BackendInfo, DeviceStep, Work};
 use crate::error::{Error, Result};
 use crate::expert::{ExpertLayout, ExpertSpec};
 use crate::placement::Placement;
-use crate::schedule::{Engine, Finish, Need, Rows, Step, covers};
+use crate::schedule::{Engine, Finish, Need, Rows, Shortages, Step, covers};
 use crate::stats::{CacheStats, DeviceStats};
 use crate::store::{LayerEntry, RecordIndex, RecordSource};
 
@@ -179,18 +179,18 @@ impl Fleet {
             let mut backends: Vec<_> = all.into_iter().map(Engine::shared_backend).collect();
             bond.step(&mut backends, step)
         };
-        let mut result = run(&mut lead, engines);
-        if let Err(error @ Error::OutOfDeviceMemory { device, .. }) = &result {
+        let mut shortages = Shortages::default();
+        let result = loop {
+            let result = run(&mut lead, engines);
             // Nothing has been enqueued. Who is short of memory has fewer slots from here on.
-            let short = self.infos.iter().position(|info| info.device == *device);
-            let gave_way = match short.unwrap_or(0) {
-                0 => lead.give_way(error),
-                d => engines[d - 1].give_way(error),
-            };
-            if gave_way {
-                result = run(&mut lead, engines);
+            let Err(error @ Error::OutOfDeviceMemory { device, .. }) = &result else { break result };
+            let short = self.infos.iter().position(|info| info.device == *device).unwrap_or(0);
+            let engine = if short == 0 { &mut *lead } else { &mut engines[short - 1] };
+            if !shortages.is_new(error) || !engine.give_way(error) {
+                // As with one device, the caller may find some and ask again.
+                return result;
             }
-        }
+        };
         if let Err(e) = &result {
             lead.stop(e);
             engines.iter_mut().for_each(|engine| engine.stop(e));

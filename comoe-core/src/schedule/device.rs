@@ -112,7 +112,7 @@ impl Engine {
 
     /// Makes ready for a step that this device drives together with others: it owns its tables from here on.
     pub(crate) fn begin_shared(&mut self) -> Result<()> {
-        self.guarded(Self::device_owns)
+        self.with_memory(Self::device_owns)
     }
 
     /// Whether a token is under way.

@@ -51,6 +51,21 @@ impl Elastic {
     }
 }
 
+/// What memory was short for in one step: one buffer after the other may find too little.
+#[derive(Debug, Default)]
+pub(crate) struct Shortages(Vec<(String, String, u64)>);
+
+impl Shortages {
+    /// Whether it is another one than all before. The same once more means that what slots gave up did not help.
+    pub(crate) fn is_new(&mut self, error: &Error) -> bool {
+        let Error::OutOfDeviceMemory { device, what, asked, .. } = error else { return false };
+        let this = (device.clone(), what.clone(), *asked);
+        let is_new = !self.0.contains(&this);
+        self.0.push(this);
+        is_new
+    }
+}
+
 impl Engine {
     /// Lets slots leave, all but `least`.
     pub(crate) fn keep_at_least(&mut self, least: usize) {
@@ -167,24 +182,24 @@ impl Engine {
         Ok(())
     }
 
-    /// Runs `f`, which may find that memory is short before it has changed anything. Then slots give up what is missing, for
-    /// good, and it runs once more. An error stops the cache, but for memory that is short all the same: the caller may find
-    /// some and ask again.
+    /// Runs `f`, which may find that memory is short before it has changed anything that counts. Then slots give up what is
+    /// missing, for good, and it runs once more, as long as it is something else that is missing. An error stops the cache,
+    /// but for memory that is short all the same: the caller may find some and ask again.
     pub(super) fn with_memory<R>(&mut self, mut f: impl FnMut(&mut Self) -> Result<R>) -> Result<R> {
         if let Some(first) = &self.failed {
             return Err(Error::Stopped { first: first.clone() });
         }
-        let error = match f(self) {
-            Err(error @ Error::OutOfDeviceMemory { .. }) => error,
-            other => return self.guarded(|_| other),
-        };
-        if !self.give_way(&error) {
-            // What was missing first says more than why nothing could be done about it.
-            return Err(error);
-        }
-        match f(self) {
-            Err(error @ Error::OutOfDeviceMemory { .. }) => Err(error),
-            other => self.guarded(|_| other),
+        let mut shortages = Shortages::default();
+        loop {
+            match f(self) {
+                // What is missing says more than why nothing could be done about it.
+                Err(error @ Error::OutOfDeviceMemory { .. }) => {
+                    if !shortages.is_new(&error) || !self.give_way(&error) {
+                        return Err(error);
+                    }
+                }
+                other => return self.guarded(|_| other),
+            }
         }
     }
 

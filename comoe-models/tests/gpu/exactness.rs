@@ -49,7 +49,7 @@ pub(crate) struct Output {
 
 /// The cases, each with the decoder of its resident run.
 pub(crate) fn cases(synthetic: &Path) -> [(Case, Decoder); 2] {
-    synthetic::write(synthetic);
+    synthetic::write(synthetic, synthetic::INTERMEDIATE);
     // Two sequences, since comoe-tiny's context is 1,024. The prompts are longer than a fused step takes, and shorter.
     let tiny_prompts = prompts();
     let long: Vec<u32> = tiny_prompts.iter().flatten().copied().take(60).collect();

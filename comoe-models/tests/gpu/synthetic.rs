@@ -10,7 +10,7 @@ pub(crate) const LAYERS: usize = 4;
 pub(crate) const EXPERTS: usize = 16;
 pub(crate) const TOP_K: usize = 4;
 const HIDDEN: usize = 256;
-const INTERMEDIATE: usize = 128;
+pub(crate) const INTERMEDIATE: usize = 128;
 const HEADS: usize = 4;
 const KV_HEADS: usize = 2;
 const HEAD_DIM: usize = 64;
@@ -34,14 +34,14 @@ pub(crate) fn tokens(n: usize, seed: u64) -> Vec<u32> {
 }
 
 /// Writes `config.json` and the weights: deviation `1 / sqrt(columns)`, routers thrice that so that choices are decisive,
-/// norms of ones.
-pub(crate) fn write(folder: &Path) {
+/// norms of ones. Experts are `intermediate` wide.
+pub(crate) fn write(folder: &Path, intermediate: usize) {
     let config = serde_json::json!({
         "model_type": "qwen3_moe", "vocab_size": VOCAB, "hidden_size": HIDDEN, "intermediate_size": 3 * HIDDEN,
         "num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS,
         "head_dim": HEAD_DIM, "attention_bias": false, "max_position_embeddings": 4096, "rope_theta": 10_000.0,
         "rms_norm_eps": 1e-6, "hidden_act": "silu", "decoder_sparse_step": 1, "mlp_only_layers": [],
-        "moe_intermediate_size": INTERMEDIATE, "num_experts": EXPERTS, "num_experts_per_tok": TOP_K,
+        "moe_intermediate_size": intermediate, "num_experts": EXPERTS, "num_experts_per_tok": TOP_K,
         "norm_topk_prob": true, "tie_word_embeddings": false
     });
     std::fs::write(folder.join("config.json"), config.to_string()).expect("config.json");
@@ -62,9 +62,9 @@ pub(crate) fn write(folder: &Path) {
         put(name("self_attn.o_proj"), HIDDEN, q, 1.0);
         put(name("mlp.gate"), EXPERTS, HIDDEN, 3.0);
         for e in 0..EXPERTS {
-            put(name(&format!("mlp.experts.{e}.gate_proj")), INTERMEDIATE, HIDDEN, 1.0);
-            put(name(&format!("mlp.experts.{e}.up_proj")), INTERMEDIATE, HIDDEN, 1.0);
-            put(name(&format!("mlp.experts.{e}.down_proj")), HIDDEN, INTERMEDIATE, 1.0);
+            put(name(&format!("mlp.experts.{e}.gate_proj")), intermediate, HIDDEN, 1.0);
+            put(name(&format!("mlp.experts.{e}.up_proj")), intermediate, HIDDEN, 1.0);
+            put(name(&format!("mlp.experts.{e}.down_proj")), HIDDEN, intermediate, 1.0);
         }
     }
     let mut ones = |name: String, n: usize| {
