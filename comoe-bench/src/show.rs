@@ -12,6 +12,17 @@ pub(crate) fn heading(what: &str, device: &Device) {
     println!("{what} ({}, {})\n", machine(device), today());
 }
 
+/// What is brought ahead, how good guesses are where that is simulated, and what the clock says where it is asked.
+fn prefetch_of(run: &Stepped) -> String {
+    let right = run.guesses_right.map_or_else(String::new, |percent| format!(", {percent} % right"));
+    let asks = match run.asks_ahead {
+        Some(true) => ", on",
+        Some(false) => ", off by the clock",
+        None => "",
+    };
+    format!("{}{right}{asks}", run.prefetch)
+}
+
 pub(crate) fn show_steps(device: &Device, runs: &[Stepped]) {
     let Some(first) = runs.first() else { return };
     let what = format!(
@@ -40,10 +51,7 @@ pub(crate) fn show_steps(device: &Device, runs: &[Stepped]) {
         for pass in &run.passes {
             table.row([
                 format!("{slots} of {all}"),
-                match run.guesses_right {
-                    Some(percent) => format!("{}, {percent} % right", run.prefetch),
-                    None => run.prefetch.clone(),
-                },
+                prefetch_of(run),
                 pass.what.clone(),
                 run.graph_nodes.map_or("none".to_owned(), |n| n.to_string()),
                 format!("{:.1}", pass.tokens_per_s),

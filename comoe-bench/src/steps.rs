@@ -166,6 +166,8 @@ pub struct Stepped {
     pub prefetch: String,
     /// How many of 100 guesses were made to be right; `None`: they were the routers' own.
     pub guesses_right: Option<u32>,
+    /// Whether steps guessed after two passes; `None`: the clock did not decide that.
+    pub asks_ahead: Option<bool>,
     /// Length of the sequence where what was measured began.
     pub length: usize,
     /// Nodes of the graph; `None`: the step was not replayed.
@@ -251,6 +253,7 @@ impl Steps {
         for what in ["first pass", "second pass"] {
             passes.push(run.pass(what, pass)?);
         }
+        let asks_ahead = run.steps.asks();
         let graph_nodes = run.steps.nodes().filter(|_| run.steps.replayed() > 0);
         if graph_nodes.is_some() {
             passes.push(run.blind(pass)?);
@@ -271,6 +274,7 @@ impl Steps {
             routing: routing.name().to_owned(),
             prefetch: decode.prefetch.to_string(),
             guesses_right,
+            asks_ahead,
             length: *length,
             graph_nodes,
             load_s,

@@ -29,6 +29,9 @@ pub(crate) struct Report<'a> {
     format: String,
     timings: Timings,
     cache: Cache,
+    /// Whether replayed steps guess ahead at the answer's end; absent where the clock does not decide that.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    asks_ahead: Option<bool>,
     /// Bytes by owner, under the names of `comoe plan --json`.
     memory: Memory,
     /// Bytes; absent where the system does not say.
@@ -173,6 +176,7 @@ impl<'a> Report<'a> {
                 decode_tok_s: timings.decode_tokens_per_second(),
             },
             cache: Cache::new(loaded, &loaded.model.experts().stats()),
+            asks_ahead: generation.asks_ahead,
             memory: memory_of(loaded),
             peak_rss_anon_bytes: memory.and_then(MemoryWatch::peak),
         }
@@ -288,6 +292,11 @@ pub(crate) fn say_speed(generation: &Generation) {
             Finish::Cancelled => "Ctrl-C",
         }
     );
+    match generation.asks_ahead {
+        Some(true) => say!("guessing on: by the clock, steps take no longer with it"),
+        Some(false) => say!("guessing off: by the clock, steps take longer with it"),
+        None => {}
+    }
 }
 
 /// The cache's counters and the memory.

@@ -13,7 +13,7 @@ struct Fetch {
     uint32_t first_record;      // of the next layer
     uint32_t bytes;             // of its records, a multiple of 16
     uint32_t layer;             // ordinal of the layer that this comes behind
-    uint32_t judged;            // bring only what has been worthwhile lately
+    uint32_t least_worth;       // bring only where guesses have been worth that lately
     uint32_t delay;             // for tests: cycles that a thread may lose here and there
     uint32_t unused;
     SpanLog* log;               // where it is taken down when; null: nowhere
@@ -52,16 +52,16 @@ extern "C" __global__ void __launch_bounds__(kCopyThreads) fetch(const Fetch f) 
         __syncwarp();
         if (absent && rank < kMostGuesses) chosen[rank] = record;
         mine = __shfl_sync(0xffffffffu, mine, 0);
-        const bool worth = !f.judged || f.foresight->worth >= kWorthwhile;
+        const uint32_t brings = f.foresight->worth >= f.least_worth ? min(uint32_t(__popc(all)), kMostGuesses) : 0;
         __syncwarp();
         if (lane == 0) {
-            width = !mine ? kNone : worth ? min(uint32_t(__popc(all)), kMostGuesses) : 0;
+            width = mine ? brings : kNone;
             least = kCount;
             stop = finished = 0;
         }
         if (mine && blockIdx.x == 0 && lane < kMostGuesses) {
             a.record[parity][lane] = chosen[lane];
-            if (lane == 0) a.width[parity] = worth ? min(uint32_t(__popc(all)), kMostGuesses) : 0;
+            if (lane == 0) a.width[parity] = brings;
         }
     }
     __syncthreads();

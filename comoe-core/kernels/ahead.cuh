@@ -21,10 +21,6 @@ constexpr uint32_t kStages = 4;
 // A block's word: taken; closed; whether it was taken since it was opened; ordinal of the layer that opened it; how many
 // pieces the block has copied.
 constexpr uint32_t kTaken = 1u << 31, kClosed = 1u << 30, kSeen = 1u << 29, kOrdinalShift = 16, kCount = 0xffff;
-// A layer's guesses are worth bringing from this share of right ones on, in 2^-16: where gains begin in
-// comoe-bench/RESULTS.md, "Prefetch on the device".
-constexpr uint32_t kWorthwhile = 18000;
-
 struct Chosen;
 
 struct Ahead {

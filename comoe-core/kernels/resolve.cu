@@ -30,6 +30,8 @@ struct Fault {
 struct Progress {
     uint32_t done;
     uint32_t again;
+    uint32_t missed;  // records that steps have missed since these tables were handed over
+    uint32_t unused;
 };
 
 struct Counters {
@@ -92,7 +94,7 @@ struct Resolve {
     SpanLog* log;            // where it is taken down when misses are read through; null: nowhere
 };
 static_assert(sizeof(Resolve) == 256 && sizeof(Fault) == 16 && sizeof(Counters) == 32, "mirrored structs");
-static_assert(sizeof(Progress) == 8 && sizeof(Missing) == 8 && sizeof(Partition) == 16, "mirrored structs");
+static_assert(sizeof(Progress) == 16 && sizeof(Missing) == 8 && sizeof(Partition) == 16, "mirrored structs");
 
 template <int N>
 __device__ __forceinline__ double series(const double (&coefficients)[N], double x) {
@@ -322,7 +324,8 @@ __device__ __forceinline__ void resolve_block(const Resolve& r, const uint32_t* 
         if (!needs_host) r.items[rank] = item;
     }
     if (t == 0) {
-        *r.progress = Progress{was_done ? done : r.ordinal + 1, 0};
+        // Of a step that is run again nothing is missed.
+        *r.progress = Progress{was_done ? done : r.ordinal + 1, 0, progress.missed + misses, 0};
         if (!was_done) {
             r.partition->clock = now + unique;
             r.counters->steps += 1;
@@ -334,8 +337,8 @@ __device__ __forceinline__ void resolve_block(const Resolve& r, const uint32_t* 
     if (chosen) leave_chosen(chosen[r.layer], asked, t, n, !was_done);
     if (r.ahead) {
         __syncthreads();  // `used` is whole
-        // Nobody waits for these.
-        if (t < kMostGuesses && arrived.record[t] != kNone) {
+        // Nobody waits for these. Of a step that is run again they were counted: what it missed is in its slots by now.
+        if (t < kMostGuesses && arrived.record[t] != kNone && !was_done) {
             Foresight& f = *r.foresight;
             const bool right = used >> t & 1;
             const uint32_t ready = arrived.ready[t];

@@ -343,6 +343,22 @@ fn table_of<'e>(core: &Core, engine: &'e mut Engine) -> Result<&'e mut Correlati
         .ok_or(Error::BadArgument { what: "predictor table", reason })
 }
 
+impl ExpertCache {
+    /// Whether the device brings a caller's guesses ([`CacheLayer::with_device_guess`]) only where they have been right lately
+    /// ([`Prefetch::Auto`]). Then the caller does well to find out whether asking pays: making guesses, which all steps
+    /// do that give them, takes time too, and the cache does not see it.
+    pub fn judges_device_guesses(&self) -> bool {
+        self.core.fetches_ahead && self.core.engine().judges_guesses()
+    }
+
+    /// Where device-driven steps count the records that they miss: the address of a u32 in the memory of the (first) GPU, for
+    /// kernels behind a step. It begins anew when the host has had its turn. `None` before the first such step, and on devices
+    /// that do not drive.
+    pub fn missed_address(&self) -> Option<u64> {
+        self.core.engine().missed_address()
+    }
+}
+
 /// One layer of an [`ExpertCache`]: everything after top-k.
 pub struct CacheLayer<'a> {
     cache: &'a ExpertCache,

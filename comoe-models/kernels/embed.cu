@@ -39,11 +39,12 @@ struct AdvanceArgs {
     uint32_t* position;      // the next step's position
     uint32_t* step;          // steps so far
     uint32_t* history;       // ids by position, or null
-    uint32_t* ring;          // [ring_len] pairs (token, 1 + first error set), page-locked host memory
-    uint32_t* sequence;      // page-locked host memory: pairs written
+    const uint32_t* missed;  // records that the experts' cache has missed so far, or null
+    uint32_t* ring;          // [ring_len] (token, 1 + first error set, missed), page-locked host memory
+    uint32_t* sequence;      // page-locked host memory: entries written
     uint32_t ring_len, history_len, errors_len, pad;
 };
-static_assert(sizeof(AdvanceArgs) == 80, "mirrored structs");
+static_assert(sizeof(AdvanceArgs) == 88, "mirrored structs");
 
 // One warp. A step with an error is told and leaves all else as it is, so that it can be run again.
 extern "C" __global__ void __launch_bounds__(32) advance(const __grid_constant__ AdvanceArgs a) {
@@ -55,10 +56,11 @@ extern "C" __global__ void __launch_bounds__(32) advance(const __grid_constant__
     }
     error = __reduce_min_sync(kAll, error) + 1;
     if (threadIdx.x != 0) return;
-    const uint32_t token = *a.token, step = *a.step;
-    volatile uint32_t* entry = a.ring + 2 * (step % a.ring_len);
+    const uint32_t token = *a.token, step = *a.step, missed = a.missed ? *a.missed : 0;
+    volatile uint32_t* entry = a.ring + 3 * (step % a.ring_len);
     entry[0] = token;
     entry[1] = error;
+    entry[2] = missed;
     // Whoever sees the count sees the entry.
     __threadfence_system();
     *static_cast<volatile uint32_t*>(a.sequence) = step + 1;

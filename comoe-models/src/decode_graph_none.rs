@@ -9,34 +9,12 @@ use crate::blocks::kv_cache::KvCache;
 use crate::decoder::Decoder;
 use crate::error::Result;
 use crate::sampler::SamplerOptions;
+use crate::step_profile::Profile;
 
 /// Decodes one sequence on a GPU.
 pub struct DeviceSteps<'m> {
     never: Infallible,
     decoder: PhantomData<&'m Decoder>,
-}
-
-/// One part of a step, or several alike.
-#[derive(Debug, Clone, PartialEq, serde::Serialize)]
-pub struct PartTime {
-    /// What it is.
-    pub what: String,
-    /// How many.
-    pub times: usize,
-    /// Time of all of them in a step, us.
-    pub us: f64,
-    /// Bytes of dense weights that all of them read.
-    pub bytes: u64,
-}
-
-/// Where the time of replayed steps goes.
-#[derive(Debug, Clone, PartialEq, Default)]
-pub struct Profile {
-    /// One by one, in order; each the mean of the steps.
-    pub parts: Vec<PartTime>,
-    /// When each part of each step began, and behind them when the step was over: ns on the GPU's own clock
-    /// ([`SpanZero`](comoe_core::backend::SpanZero)).
-    pub steps: Vec<Vec<u64>>,
 }
 
 impl<'m> DeviceSteps<'m> {
@@ -55,6 +33,11 @@ impl<'m> DeviceSteps<'m> {
 
     /// Steps replayed since [`Self::begin`].
     pub fn replayed(&self) -> usize {
+        match self.never {}
+    }
+
+    /// Whether steps guess ahead.
+    pub fn asks(&self) -> Option<bool> {
         match self.never {}
     }
 

@@ -116,6 +116,9 @@ pub struct Generation {
     pub timings: Timings,
     /// Why no graph was replayed, where one was asked for on a GPU.
     pub graph_note: Option<String>,
+    /// Whether replayed steps guess ahead now, where the clock decides: with [`Prefetch::Auto`](comoe_core::Prefetch::Auto),
+    /// driven by a GPU.
+    pub asks_ahead: Option<bool>,
     /// What became of the planned context, where the sequence is longer.
     pub context_note: Option<String>,
 }
@@ -272,6 +275,7 @@ impl<'m> Session<'m> {
             if let (Ok(answer), true) = (&mut answer, options.graph) {
                 answer.graph_note = steps.note().map(str::to_owned);
                 answer.timings.graph_steps = steps.replayed();
+                answer.asks_ahead = steps.asks();
             }
         }
         self.device = device;
@@ -304,6 +308,7 @@ impl<'m> Session<'m> {
             finish: Finish::Cancelled,
             timings: Timings { prefill_tokens: prompt.len() - reused, ..Timings::default() },
             graph_note: None,
+            asks_ahead: None,
             context_note: None,
         };
         let logits = self.prefill(prompt, listener)?;

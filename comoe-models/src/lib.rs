@@ -76,11 +76,14 @@ mod model;
 #[cfg(test)]
 mod model_tests;
 mod sampler;
+mod step_profile;
 #[cfg(test)]
 mod testing;
+#[cfg(any(test, feature = "cuda"))]
+mod trial;
 
 pub use chat::{Conversation, Message, Reply, Role};
-pub use decode_graph::{DeviceSteps, PartTime, Profile};
+pub use decode_graph::DeviceSteps;
 pub use decoder::{Decoder, Rows};
 pub use error::{Error, Result};
 pub use generate::{Event, Finish, GenerateOptions, Generation, Session, Timings};
@@ -90,3 +93,4 @@ pub use load::{
 pub use memory::{MeasuredMemory, NowAndPeak};
 pub use model::Model;
 pub use sampler::{Sampler, SamplerOptions};
+pub use step_profile::{PartTime, Profile};

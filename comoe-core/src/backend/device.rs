@@ -272,6 +272,12 @@ pub trait DeviceDriver {
         Ok(Vec::new())
     }
 
+    /// Where steps count the records that they miss: a u32 in the device's memory, for kernels behind them. It begins anew when
+    /// tables are handed over. `None` where there is none, or none yet.
+    fn missed_address(&self) -> Option<u64> {
+        None
+    }
+
     /// Starts from what is in the slots: everything that has a slot is there.
     ///
     /// # Errors

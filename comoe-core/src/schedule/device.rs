@@ -99,6 +99,16 @@ impl Engine {
         self.drive.ahead.as_ref().is_some_and(|ahead| ahead.guesses.may_be_callers())
     }
 
+    /// Whether those guesses are judged.
+    pub(crate) fn judges_guesses(&self) -> bool {
+        self.drive.ahead.as_ref().is_some_and(|ahead| ahead.judged && ahead.guesses.may_be_callers())
+    }
+
+    /// Where device-driven steps count what they miss.
+    pub(crate) fn missed_address(&mut self) -> Option<u64> {
+        self.backend.device_driver().ok()?.missed_address()
+    }
+
     /// Takes back [`Self::offer_device`].
     pub(crate) fn withdraw_device(&mut self) {
         self.drive.offered = false;

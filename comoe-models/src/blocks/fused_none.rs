@@ -127,6 +127,7 @@ never! { pub(crate),
 }
 
 never! { pub(super),
+    asks() -> bool;
     linear(&Tensor, &Tensor, Option<&Tensor>) -> Result<Tensor>;
     linear_int8(&Tensor, &Int8Matrix, Option<&Tensor>) -> Result<Tensor>;
     rms_norm(&Tensor, &Tensor, f32) -> Result<Tensor>;

@@ -78,7 +78,9 @@ impl Moe {
             if let Step::Fused(fused) = step {
                 // First, so that it runs beside this layer's own router.
                 let guess = match &self.ahead {
-                    Some(ahead) if layer.wants_device_guess(x.dim(0)?, self.router.top_k()) => {
+                    Some(ahead)
+                        if fused.asks() && layer.wants_device_guess(x.dim(0)?, self.router.top_k()) =>
+                    {
                         Some(ahead.guess_beside(router_input, fused)?)
                     }
                     _ => None,

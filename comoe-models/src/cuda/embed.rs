@@ -54,12 +54,14 @@ pub struct AdvanceArgs {
     pub history: u64,
     /// Room in the history.
     pub history_len: usize,
-    /// `[ring_len]` pairs (token, 1 + which error word is set first, or 0): page-locked host memory as the device addresses it. Step `s` goes to pair
-    /// `s % ring_len`, so the host must not have more steps under way than that.
+    /// Records that the experts' cache has missed so far, or 0.
+    pub missed: u64,
+    /// `[ring_len]` entries of three words: token, 1 + which error word is set first (or 0), and `missed`: page-locked host memory as
+    /// the device addresses it. Step `s` goes to entry `s % ring_len`, so the host must not have more steps under way than that.
     pub ring: u64,
-    /// Pairs in the ring.
+    /// Entries in the ring.
     pub ring_len: usize,
-    /// Steps whose pairs are written: page-locked host memory, read it with acquire.
+    /// Steps whose entries are written: page-locked host memory, read it with acquire.
     pub sequence: u64,
 }
 
@@ -86,6 +88,7 @@ struct Advance {
     position: u64,
     step: u64,
     history: u64,
+    missed: u64,
     ring: u64,
     sequence: u64,
     ring_len: u32,
@@ -122,7 +125,7 @@ impl DecodeKernels {
 
     /// Enqueues the end of a step of one token: tells the host what was sampled, and makes it the next step's input, so
     /// that steps can follow each other without the host. With an error word set, only the host is told: count, position
-    /// and input stay, and the steps behind it do the same again, into the same pair.
+    /// and input stay, and the steps behind it do the same again, into the same entry.
     ///
     /// # Errors
     /// [`comoe_core::Error::BadArgument`] for a ring without room, [`comoe_core::Error::Device`] when the launch fails.
@@ -137,9 +140,10 @@ impl DecodeKernels {
             position: args.position,
             step: args.step,
             history: args.history,
+            missed: args.missed,
             ring: args.ring,
             sequence: args.sequence,
-            ring_len: within("pairs of a token ring", args.ring_len, 1, 1 << 30)?,
+            ring_len: within("entries of a token ring", args.ring_len, 1, 1 << 30)?,
             history_len: within("room in a history", args.history_len, 0, 1 << 30)?,
             errors_len: within("error words", args.errors_len, 0, 1 << 20)?,
             pad: 0,
@@ -151,5 +155,5 @@ impl DecodeKernels {
 
 #[cfg(test)]
 mod tests {
-    super::super::mirrored!((super::Embed, super::Advance), 48 + 80);
+    super::super::mirrored!((super::Embed, super::Advance), 48 + 88);
 }

@@ -11,6 +11,7 @@
 
 mod capture;
 mod pinned;
+mod profile;
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -30,19 +31,19 @@ use crate::cuda::{AdvanceArgs, SampleArgs, SampleSettings};
 use crate::decoder::{Decoder, Rows, is_misled};
 use crate::error::{Error, Result};
 use crate::sampler::{SamplerOptions, SplitMix64};
+use crate::trial::Trial;
 
 /// Steps under way at most.
 const AHEAD: usize = 2;
-/// Pairs (token, error) that the device writes in turn.
+/// Entries (token, error, records missed so far) that the device writes in turn.
 const RING: usize = 4;
+const ENTRY: usize = 3;
 /// Random numbers on the device; a power of two, so that the steps' numbers may wrap.
 const UNIFORMS: usize = 1024;
 /// Why there is no graph, when the experts' cache does not drive on the device.
 const HOST_DRIVEN: &str = "the host serves the experts (see the notes on their cache)";
-/// Graphs kept of one sequence: reaches, sampler options.
-const MOST_GRAPHS: usize = 4;
-/// Ends of parts whose time is taken, in one step.
-const MOST_MARKS: usize = 1 << 14;
+/// Graphs kept of one sequence: reaches, sampler options, with guesses and without.
+const MOST_GRAPHS: usize = 6;
 /// Recording that failed so often fails always.
 const MOST_TRIES: usize = 3;
 
@@ -59,43 +60,24 @@ pub struct DeviceSteps<'m> {
     scratch: Tensor,
     /// Ids by position, `[context + 1]`.
     history: Tensor,
-    /// The pairs, then the count of those written.
+    /// The entries, then the count of those written.
     ring: PinnedWords,
     settings: SampleSettings,
     random: SplitMix64,
     /// Steps enqueued so far, and the number of the first whose random number is not there yet.
     enqueued: u32,
     drawn_to: u32,
-    under_way: VecDeque<u32>,
+    /// Their numbers and their logits.
+    under_way: VecDeque<(u32, Tensor)>,
     done: [CudaEvent; AHEAD],
     graphs: VecDeque<Recorded>,
     tries: usize,
     note: Option<String>,
     replayed: usize,
     launching: Duration,
-}
-
-/// One part of a step, or several alike.
-#[derive(Debug, Clone, PartialEq, serde::Serialize)]
-pub struct PartTime {
-    /// What it is.
-    pub what: String,
-    /// How many.
-    pub times: usize,
-    /// Time of all of them in a step, us.
-    pub us: f64,
-    /// Bytes of dense weights that all of them read.
-    pub bytes: u64,
-}
-
-/// Where the time of replayed steps goes.
-#[derive(Debug, Clone, PartialEq, Default)]
-pub struct Profile {
-    /// One by one, in order; each the mean of the steps.
-    pub parts: Vec<PartTime>,
-    /// When each part of each step began, and behind them when the step was over: ns on the GPU's own clock
-    /// ([`SpanZero`](comoe_core::backend::SpanZero)).
-    pub steps: Vec<Vec<u64>>,
+    trial: Trial,
+    /// Of the last step that was waited for, if all since have been: when it ended, and what had been missed by then.
+    ended: Option<(Instant, u32)>,
 }
 
 /// A graph, and what it is good for.
@@ -104,6 +86,7 @@ struct Recorded {
     reach: usize,
     options: SamplerOptions,
     place: Tensor,
+    asks: bool,
     /// Keeps the cache that the graph writes, and the angles that it reads.
     _kv: (Vec<LayerKv>, RopeTables),
     logits: Tensor,
@@ -133,7 +116,7 @@ impl<'m> DeviceSteps<'m> {
             uniforms: Tensor::zeros(UNIFORMS, DType::F64, device)?,
             scratch: words(SampleArgs::SCRATCH_BYTES.div_ceil(4))?,
             history: words(decoder.context() + 1)?,
-            ring: PinnedWords::new(&ctx, 2 * RING + 1)?,
+            ring: PinnedWords::new(&ctx, ENTRY * RING + 1)?,
             settings: SampleSettings {
                 options: SamplerOptions::default(),
                 logit_scale: 1.0,
@@ -149,6 +132,8 @@ impl<'m> DeviceSteps<'m> {
             note: None,
             replayed: 0,
             launching: Duration::ZERO,
+            trial: Trial::new(),
+            ended: None,
             stream,
         }))
     }
@@ -168,6 +153,11 @@ impl<'m> DeviceSteps<'m> {
     #[doc(hidden)]
     pub fn logits(&self) -> Option<&Tensor> {
         self.graphs.back().map(|g| &g.logits)
+    }
+
+    /// Whether steps guess ahead, as the clock decided last; `None` where it does not decide.
+    pub fn asks(&self) -> Option<bool> {
+        self.decoder.experts().judges_device_guesses().then(|| self.trial.asks())
     }
 
     /// How long the host took to enqueue the steps replayed since [`Self::begin`].
@@ -192,56 +182,6 @@ impl<'m> DeviceSteps<'m> {
         }
         self.settle();
         Ok(true)
-    }
-
-    /// Where the time of a replayed step goes: `n` more steps, from a graph of their own that takes the time behind each
-    /// part. That takes time itself, and keeps kernels from being set up further ahead, so the whole is slower than without.
-    /// `None` where steps are not replayed.
-    ///
-    /// # Errors
-    /// As [`Self::next`].
-    pub fn profile(&mut self, kv: &mut KvCache, n: usize) -> Result<Option<Profile>> {
-        self.settle();
-        let Some(top_k) = self.decoder.top_k() else { return Ok(None) };
-        let reach = Fused::reach(kv.len() + n, kv.capacity());
-        let place = kv.place(kv.len())?;
-        let Some(stamps) = self.decoder.experts().stamps(MOST_MARKS)? else { return Ok(None) };
-        if let Some(fused) = self.decoder.fused() {
-            fused.begin_marks(stamps);
-        }
-        // Not one of those that are kept.
-        let kept = std::mem::take(&mut self.graphs);
-        let recorded = self.record(kv, reach, &place, top_k);
-        let marks = self.decoder.fused().and_then(|fused| fused.take_marks());
-        let graph = std::mem::replace(&mut self.graphs, kept).pop_back();
-        let (true, Some(mut graph), Some(marks)) = (recorded?, graph, marks) else { return Ok(None) };
-        let mut parts: Vec<PartTime> = marks
-            .list
-            .iter()
-            .skip(1)
-            .map(|m| PartTime { what: m.what.clone(), times: 1, us: 0.0, bytes: m.bytes as u64 })
-            .collect();
-        let mut steps = Vec::new();
-        for _ in 0..n {
-            self.draw()?;
-            let mut token = self.decoder.experts().begin_token(1, top_k)?;
-            graph.graph.launch().map_err(doing("replaying a step"))?;
-            if token.end()? == TokenOutcome::Replay {
-                // Its time would be the host's.
-                return Ok(None);
-            }
-            drop(token);
-            kv.advance(1);
-            kv.place_moved();
-            self.count()?;
-            self.wait(kv, &graph.logits)?;
-            let times = marks.stamps.read(marks.list.len())?;
-            for (pair, part) in times.windows(2).zip(&mut parts) {
-                part.us += pair[1].saturating_sub(pair[0]) as f64 / 1e3 / n as f64;
-            }
-            steps.push(times);
-        }
-        Ok(Some(Profile { parts, steps }))
     }
 
     /// Nodes of the graph that was recorded last.
@@ -279,8 +219,8 @@ impl<'m> DeviceSteps<'m> {
             self.enqueue_end(&fused, logits, &place)?;
         }
         kv.place_moved();
-        self.count()?;
-        self.wait(kv, logits)
+        self.count(logits)?;
+        Ok(self.wait(kv)?.0)
     }
 
     /// Runs the token that was chosen last, and chooses the one behind it, by replaying a graph; `None`, and nothing is
@@ -306,8 +246,10 @@ impl<'m> DeviceSteps<'m> {
         if self.under_way.is_empty() {
             return Ok(None);
         }
-        let Some(logits) = self.graphs.back().map(|g| g.logits.clone()) else { return Ok(None) };
-        let token = self.wait(kv, &logits)?;
+        let (token, missed) = self.wait(kv)?;
+        let now = Instant::now();
+        let before = self.ended.replace((now, missed));
+        self.trial.end(before.and_then(|(then, of_then)| Some((now - then, missed.checked_sub(of_then)?))));
         self.replayed += 1;
         Ok(Some(token))
     }
@@ -333,10 +275,17 @@ impl<'m> DeviceSteps<'m> {
 
     /// Waits for what is under way; its tokens are dropped.
     pub fn settle(&mut self) {
-        while let Some(step) = self.under_way.pop_front() {
+        while let Some((step, _)) = self.under_way.pop_front() {
             // A device that fails says so to whoever uses it next.
             let _ = self.done[step as usize % AHEAD].synchronize();
         }
+        self.trial.forget_begun();
+        self.ended = None;
+    }
+
+    /// Whether the next replayed step guesses ahead, where somebody wants that.
+    fn next_asks(&self) -> bool {
+        !self.decoder.experts().judges_device_guesses() || self.trial.next_asks()
     }
 
     /// Enqueues one step more, if there is a graph for it.
@@ -345,11 +294,13 @@ impl<'m> DeviceSteps<'m> {
         let Some(top_k) = self.decoder.top_k() else { return Ok(false) };
         let reach = Fused::reach(kv.len() + 1, kv.capacity());
         let place = kv.place(kv.len())?;
-        if !self.has_graph(reach, &place) && !self.record(kv, reach, &place, top_k)? {
+        let asks = self.next_asks();
+        if !self.has_graph(reach, &place, asks) && !self.record(kv, reach, &place, (top_k, asks))? {
             return Ok(false);
         }
         self.draw()?;
         let Some(recorded) = self.graphs.back_mut() else { return Ok(false) };
+        let logits = recorded.logits.clone();
         // Nobody else enqueues a fused step in between: its buffers are this one's, too.
         let fused = self.decoder.fused().ok_or_else(no_kernels)?;
         let mut token = self.decoder.experts().begin_token(1, top_k)?;
@@ -369,15 +320,17 @@ impl<'m> DeviceSteps<'m> {
         drop(fused);
         kv.advance(1);
         kv.place_moved();
-        self.count()?;
+        self.count(&logits)?;
+        self.trial.begin();
         self.launching += started.elapsed();
         Ok(true)
     }
 
     /// Whether there is a graph for the step; it is the last then.
-    fn has_graph(&mut self, reach: usize, place: &Tensor) -> bool {
+    fn has_graph(&mut self, reach: usize, place: &Tensor, asks: bool) -> bool {
         let fits = |g: &Recorded| {
-            g.reach == reach && alike(&g.options, &self.settings.options) && g.place.id() == place.id()
+            (g.reach, g.asks, g.place.id()) == (reach, asks, place.id())
+                && alike(&g.options, &self.settings.options)
         };
         let Some(at) = self.graphs.iter().position(fits) else { return false };
         if let Some(graph) = self.graphs.remove(at) {
@@ -386,8 +339,15 @@ impl<'m> DeviceSteps<'m> {
         true
     }
 
-    /// Records a graph, if a step of its kind has run.
-    fn record(&mut self, kv: &KvCache, reach: usize, place: &Tensor, top_k: usize) -> Result<bool> {
+    /// Records a graph, if a step of its kind has run: of a step in which a token chooses `top_k` experts, and that
+    /// guesses ahead or not.
+    fn record(
+        &mut self,
+        kv: &KvCache,
+        reach: usize,
+        place: &Tensor,
+        (top_k, asks): (usize, bool),
+    ) -> Result<bool> {
         if self.tries == MOST_TRIES {
             return Ok(false);
         }
@@ -404,6 +364,7 @@ impl<'m> DeviceSteps<'m> {
         }
         let ropes = self.decoder.ropes();
         let mut logits = None;
+        fused.set_asks(asks);
         let recorded = Captured::of(&self.stream, || {
             fused.mark("begin", 0)?;
             let found = fused.with_step(place, 1, reach, |step| {
@@ -415,6 +376,7 @@ impl<'m> DeviceSteps<'m> {
             fused.mark("sampling", 0)?;
             Ok(())
         });
+        fused.set_asks(true);
         drop(token);
         drop(fused);
         match (recorded, logits) {
@@ -424,7 +386,7 @@ impl<'m> DeviceSteps<'m> {
                 }
                 let options = self.settings.options.clone();
                 let (place, kv) = (place.clone(), (kv.layers().to_vec(), ropes));
-                self.graphs.push_back(Recorded { graph, reach, options, place, _kv: kv, logits });
+                self.graphs.push_back(Recorded { graph, reach, options, place, asks, _kv: kv, logits });
                 (self.tries, self.note) = (0, None);
                 Ok(true)
             }
@@ -468,9 +430,10 @@ impl<'m> DeviceSteps<'m> {
             step,
             history,
             history_len: self.history.elem_count(),
+            missed: self.decoder.experts().missed_address().unwrap_or(0),
             ring,
             ring_len: RING,
-            sequence: ring + 8 * RING as u64,
+            sequence: ring + 4 * (ENTRY * RING) as u64,
         };
         // SAFETY: buffers of the sizes documented, which live as long as `self` and are written only by what is enqueued
         // on this stream; the logits are a tensor on it; the history holds the ids of all positions where a penalty
@@ -503,29 +466,29 @@ impl<'m> DeviceSteps<'m> {
         let _ = Tensor::new(&[self.enqueued], device).and_then(|step| self.words.slice_set(&step, 0, 1));
     }
 
-    /// Counts a step whose end was enqueued.
-    fn count(&mut self) -> Result<()> {
+    /// Counts a step with these logits, whose end was enqueued.
+    fn count(&mut self, logits: &Tensor) -> Result<()> {
         let step = self.enqueued;
         self.done[step as usize % AHEAD].record(&self.stream).map_err(doing("recording an event"))?;
-        self.under_way.push_back(step);
+        self.under_way.push_back((step, logits.clone()));
         self.enqueued = step.wrapping_add(1);
         Ok(())
     }
 
-    /// Waits for the oldest step under way, whose logits are these, and hands out its token.
-    fn wait(&mut self, kv: &mut KvCache, logits: &Tensor) -> Result<u32> {
-        let step = self.under_way.pop_front().ok_or_else(no_kernels)?;
+    /// Waits for the oldest step under way, and hands out its token, and the records missed so far.
+    fn wait(&mut self, kv: &mut KvCache) -> Result<(u32, u32)> {
+        let (step, logits) = self.under_way.pop_front().ok_or_else(no_kernels)?;
         let (done, experts) = (&self.done[step as usize % AHEAD], self.decoder.experts());
         match experts.placement() {
             None => done.synchronize().map_err(doing("waiting for a step"))?,
             Some(_) => experts.wait_until(|| done.try_is_complete().map_err(asking))?,
         }
-        let pair = 2 * (step as usize % RING);
-        let (token, error) = (self.ring.get(pair), self.ring.get(pair + 1));
+        let entry = ENTRY * (step as usize % RING);
+        let [token, error, missed] = [0, 1, 2].map(|word| self.ring.get(entry + word));
         if error == 0 {
-            return Ok(token);
+            return Ok((token, missed));
         }
-        Err(self.broken(kv, Some(logits)).unwrap_or_else(|| {
+        Err(self.broken(kv, Some(&logits)).unwrap_or_else(|| {
             candle_core::Error::msg(format!("a step was broken (word {error}) and does not say how")).into()
         }))
     }

@@ -30,7 +30,8 @@ const AHEAD_BYTES: usize = 80;
 const CHOSEN_AT: usize = 40;
 const STAGING_AT: usize = 48;
 const FORESIGHT_BYTES: usize = 56;
-/// From this share of right guesses on, in 2^-16, a layer's are brought.
+/// From this share of right guesses on, in 2^-16, a layer's are brought where they are judged: where gains begin in
+/// comoe-bench/RESULTS.md, "Prefetch on the device".
 const WORTHWHILE: u32 = 18_000;
 /// Guesses that are looked at.
 const MOST_LOOKED_AT: usize = 32;
@@ -51,7 +52,7 @@ pub(super) struct Fetch {
     pub(super) first_record: u32,
     pub(super) bytes: u32,
     pub(super) layer: u32,
-    pub(super) judged: u32,
+    pub(super) least_worth: u32,
     pub(super) delay: u32,
     pub(super) unused: u32,
     pub(super) log: u64,
@@ -220,7 +221,7 @@ impl Ahead {
             ahead,
             foresight,
             guesses: args.guesses.min(MOST_LOOKED_AT as u32),
-            judged: self.judged.into(),
+            least_worth: if self.judged { WORTHWHILE } else { 0 },
             delay: if self.delays { DELAY_CYCLES } else { 0 },
             ..args
         };

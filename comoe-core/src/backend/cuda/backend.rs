@@ -246,7 +246,7 @@ impl CudaBackend {
 impl Backend for CudaBackend {
     fn info(&self) -> BackendInfo {
         let mut notes = vec![self.memory_note()];
-        notes.push(match batch::has_batches() {
+        notes.push(match batch::has_batches() && !self.options.faults.no_batches {
             true => "a step's missing experts are copied in one driver call".to_owned(),
             false => "the driver is older than CUDA 12.8: missing experts are copied one by one".to_owned(),
         });

@@ -19,8 +19,8 @@ use super::correlate::{MOST_EXPERTS, Observed};
 use super::kernels::{CombineArgs, DequantArgs, DownArgs, GateUpArgs, Items};
 use super::options::Expansion;
 use super::resolve::{
-    COUNTERS_BYTES, FAULT_BAD_WEIGHT, FAULT_LATE, FAULT_MISSING, FAULT_UNKNOWN_EXPERT, PARTITION_BYTES,
-    Resolve,
+    COUNTERS_BYTES, FAULT_BAD_WEIGHT, FAULT_LATE, FAULT_MISSING, FAULT_UNKNOWN_EXPERT, MISSED_AT,
+    PARTITION_BYTES, Resolve,
 };
 use super::tables::{FaultWord, Tables};
 use crate::backend::{
@@ -340,6 +340,10 @@ impl DeviceDriver for CudaBackend {
 
     fn guesses(&mut self) -> Result<Vec<Vec<u32>>> {
         self.ahead.as_ref().and_then(Ahead::learner).ok_or_else(no_learner)?.guesses()
+    }
+
+    fn missed_address(&self) -> Option<u64> {
+        self.tables.as_ref().map(|tables| tables.address(tables.at.progress + MISSED_AT))
     }
 
     fn take_over(&mut self, shape: &PoolShape, residency: &Residency) -> Result<()> {

@@ -126,6 +126,8 @@ pub struct Faults {
     pub delay_seed: Option<u64>,
     /// Overwrites a slot with NaN before each fill.
     pub poison: bool,
+    /// Copies records one by one, as with a driver older than CUDA 12.8.
+    pub no_batches: bool,
     /// Breaks the transfer of this record half-way.
     pub fail_half_way: Option<RecordIndex>,
     /// Holds the compute queue up for so long, before its step with this number (from 1).

@@ -22,8 +22,11 @@ pub(super) const FAULT_MISSING: u32 = 3;
 pub(super) const FAULT_LATE: u32 = 4;
 /// Bytes of what is known of a partition: clock (u64), where its slots begin in their list, and how many (u32 each).
 pub(super) const PARTITION_BYTES: usize = 16;
-/// Bytes of what is known of the token under way: steps done, and whether it is run again, u32 each.
-pub(super) const PROGRESS_BYTES: usize = 8;
+/// Bytes of what is known of the token under way, u32 each: steps done, whether it is run again, records missed so far, of all
+/// tokens, and nothing.
+pub(super) const PROGRESS_BYTES: usize = 16;
+/// Where the records that were missed are counted in it.
+pub(super) const MISSED_AT: usize = 8;
 /// Bytes of a record that only the host can bring, and its slot: u32 each.
 pub(super) const MISSING_BYTES: usize = 8;
 /// So few threads are not worth saving: they also search the slots.

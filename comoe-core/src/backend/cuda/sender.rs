@@ -39,6 +39,7 @@ pub(super) struct Sender {
     gathered: u64,
     spans: Arc<Spans>,
     queue: Queue,
+    singly: bool,
     /// While it is taken down when this is sent.
     sent: Option<Sent>,
 }
@@ -69,6 +70,7 @@ impl Sender {
             gathered: 0,
             spans: spans.clone(),
             queue,
+            singly: options.faults.no_batches,
             sent: None,
         })
     }
@@ -118,7 +120,7 @@ impl Sender {
         }
         match &mut self.expander {
             Some(expander) => expander.enqueue(stream)?,
-            None => self.batch.enqueue(stream, single)?,
+            None => self.batch.enqueue(stream, single || self.singly)?,
         }
         let bytes = std::mem::take(&mut self.gathered);
         if let Some(Sent { begin, first, pieces }) = self.sent.take() {

@@ -44,6 +44,8 @@ pub struct Fused {
     /// Reaches at which a step of one token has run: all its buffers are there, and its kernels are loaded.
     ready: Vec<usize>,
     given: Option<GivenRouting>,
+    /// Steps guess what the next layer will choose, where somebody wants that.
+    asks: bool,
     /// While a step is recorded to be timed.
     marks: RefCell<Option<Marks>>,
     /// Made when it is first needed.
@@ -127,6 +129,7 @@ impl Fused {
             errors,
             ready: Vec::new(),
             given: None,
+            asks: true,
             marks: RefCell::default(),
             aside: OnceCell::new(),
             device: device.clone(),
@@ -159,6 +162,11 @@ impl Fused {
     /// Replays routing from here on. Graphs that were recorded before do not know.
     pub(crate) fn give_routing(&mut self, given: Option<GivenRouting>) {
         self.given = given;
+    }
+
+    /// Whether steps guess from here on.
+    pub(crate) fn set_asks(&mut self, asks: bool) {
+        self.asks = asks;
     }
 
     /// From here on parts are marked, until [`Self::take_marks`].
@@ -282,6 +290,11 @@ impl Step<'_> {
     /// What came before the last layer will not be looked at any more.
     pub(crate) fn next_layer(&self) {
         self.arena.turn();
+    }
+
+    /// Whether it guesses, where somebody wants that.
+    pub(super) fn asks(&self) -> bool {
+        self.fused.asks
     }
 
     /// Ends a part: see [`Fused::mark`]. Beside the step there are none.
