@@ -285,7 +285,8 @@ pub(crate) struct ModelArgs {
         value_parser = PossibleValuesParser::new(["layer", "global"]).try_map(|s| s.parse::<Scope>())
     )]
     pub(crate) scope: Scope,
-    /// What is brought ahead of time
+    /// What is brought ahead of time: nothing, what the last choices make likely (correlation), what the next layer's router
+    /// says one layer early (stale-gate), or one of them while it pays (auto)
     #[arg(
         long, default_value = "off", help_heading = "Experts and memory",
         value_parser = PossibleValuesParser::new(Prefetch::ALL.map(Prefetch::name)).try_map(|s| s.parse::<Prefetch>())

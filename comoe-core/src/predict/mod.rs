@@ -87,8 +87,10 @@ pub enum Prefetch {
     /// [`CacheLayer::with_device_guess`](crate::CacheLayer::with_device_guess)).
     StaleGate,
     /// [`StaleGate`] with callers that give guesses and [`Correlation`] with others, in layers where it pays: judged all the
-    /// time by an [`EvidenceGate`], or where the device drives steps, by how often a layer's guesses were right. (Measured: comoe-bench/RESULTS-predictors.md. [`Combined`] guesses more accesses than
-    /// [`Correlation`], but no more of those that miss.)
+    /// time by an [`EvidenceGate`], or where the device drives steps, by how often a layer's guesses were right; there whoever makes
+    /// guesses finds out by the clock whether that pays ([`judges_device_guesses`](crate::ExpertCache::judges_device_guesses)).
+    /// (Measured: comoe-bench/RESULTS-predictors.md. [`Combined`] guesses more accesses than [`Correlation`], but no more of
+    /// those that miss.)
     Auto,
 }
 
