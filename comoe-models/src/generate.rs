@@ -116,8 +116,8 @@ pub struct Generation {
     pub timings: Timings,
     /// Why no graph was replayed, where one was asked for on a GPU.
     pub graph_note: Option<String>,
-    /// Whether replayed steps guess ahead now, where the clock decides: with [`Prefetch::Auto`](comoe_core::Prefetch::Auto),
-    /// driven by a GPU.
+    /// Whether replayed steps guess ahead now, where the clock has decided that: with
+    /// [`Prefetch::Auto`](comoe_core::Prefetch::Auto), driven by a GPU.
     pub asks_ahead: Option<bool>,
     /// What became of the planned context, where the sequence is longer.
     pub context_note: Option<String>,

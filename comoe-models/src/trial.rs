@@ -22,7 +22,7 @@ pub(crate) struct Trial {
     /// Steps begun and ended so far.
     begun: u64,
     ended: u64,
-    asks: bool,
+    asks: Option<bool>,
     timed: VecDeque<Timed>,
 }
 
@@ -37,19 +37,20 @@ struct Timed {
 
 impl Trial {
     pub(crate) fn new() -> Self {
-        Self { begun: 0, ended: 0, asks: true, timed: VecDeque::new() }
+        Self { begun: 0, ended: 0, asks: None, timed: VecDeque::new() }
     }
 
     /// Whether the next step asks.
     pub(crate) fn next_asks(&self) -> bool {
         match self.begun % CYCLE {
             in_trial if in_trial < TRIAL => asks_in_trial(in_trial),
-            _ => self.asks,
+            // Until something is decided.
+            _ => self.asks.unwrap_or(true),
         }
     }
 
-    /// What was decided last; until then steps ask.
-    pub(crate) fn asks(&self) -> bool {
+    /// What was decided last.
+    pub(crate) fn asks(&self) -> Option<bool> {
         self.asks
     }
 
@@ -58,7 +59,7 @@ impl Trial {
         self.begun += 1;
         if self.begun % CYCLE == TRIAL {
             let timed: Vec<Timed> = self.timed.iter().copied().collect();
-            self.asks = cost_of_asking(&timed).map_or(self.asks, |cost| cost <= 0.0);
+            self.asks = cost_of_asking(&timed).map(|cost| cost <= 0.0).or(self.asks);
         }
     }
 
@@ -175,7 +176,7 @@ mod tests {
         ] {
             let mut trial = Trial::new();
             assert_eq!(play(&mut trial, TRIAL, costs), TRIAL / 2, "half of a trial");
-            assert_eq!(trial.asks(), asks);
+            assert_eq!(trial.asks(), Some(asks));
             let rest = CYCLE - TRIAL;
             assert_eq!(play(&mut trial, rest, costs), if asks { rest } else { 0 });
         }
@@ -185,12 +186,12 @@ mod tests {
     fn another_trial_finds_that_it_has_changed() {
         let mut trial = Trial::new();
         play(&mut trial, CYCLE, Costs([1000.0, 900.0], 50.0));
-        assert!(trial.asks());
+        assert_eq!(trial.asks(), Some(true));
         // What is remembered of before is gone after two.
         play(&mut trial, 2 * CYCLE, Costs([1000.0, 1200.0], 50.0));
-        assert!(!trial.asks());
+        assert_eq!(trial.asks(), Some(false));
         play(&mut trial, 2 * CYCLE, Costs([1000.0, 900.0], 50.0));
-        assert!(trial.asks());
+        assert_eq!(trial.asks(), Some(true));
     }
 
     #[test]
@@ -210,6 +211,6 @@ mod tests {
         assert!(!trial.next_asks(), "the last run of a trial");
         play(&mut trial, RUN, Costs([1.0, 2.0], 0.0));
         assert_eq!(trial.timed.len(), RUN as usize - 1);
-        assert!(trial.timed.iter().all(|t| !t.asked) && trial.asks());
+        assert!(trial.timed.iter().all(|t| !t.asked) && trial.asks().is_none());
     }
 }

@@ -155,9 +155,9 @@ impl<'m> DeviceSteps<'m> {
         self.graphs.back().map(|g| &g.logits)
     }
 
-    /// Whether steps guess ahead, as the clock decided last; `None` where it does not decide.
+    /// Whether steps guess ahead, as the clock decided last; `None` before that, and where it has no say.
     pub fn asks(&self) -> Option<bool> {
-        self.decoder.experts().judges_device_guesses().then(|| self.trial.asks())
+        self.trial.asks().filter(|_| self.decoder.experts().judges_device_guesses())
     }
 
     /// How long the host took to enqueue the steps replayed since [`Self::begin`].
