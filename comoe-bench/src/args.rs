@@ -7,6 +7,7 @@ use clap::{Args as ClapArgs, Parser, Subcommand, ValueEnum};
 use comoe_bench::decode::Part;
 use comoe_bench::{Error, Result};
 use comoe_core::backend::cuda::ResidentFormat;
+use comoe_core::size::parse_size;
 use comoe_core::{DriverKind, ExpertFormat, PolicyKind, Prefetch, PrefetchTrigger};
 
 /// Measures CoMoE with synthetic models of real shapes: qwen3-30b-a3b, mixtral-8x7b, deepseek-v2-lite, olmoe-1b-7b,
@@ -40,7 +41,7 @@ pub(crate) enum Ask {
 pub(crate) struct SynthArgs {
     /// Name of a shape.
     pub(crate) shape: String,
-    /// Format of the experts: bf16, int8, int4, or with a group size as int4-g32.
+    /// Format of the experts: bf16, int8, int4, mxfp4, or with a group size as int4-g32.
     #[arg(long, default_value = "int4")]
     pub(crate) format: ExpertFormat,
     /// File to write.
@@ -60,7 +61,7 @@ pub(crate) struct SynthArgs {
 /// A synthetic model, and where it runs.
 #[derive(Debug, ClapArgs)]
 pub(crate) struct ModelArgs {
-    /// Format of the experts: bf16, int8, int4, or with a group size as int4-g32.
+    /// Format of the experts: bf16, int8, int4, mxfp4, or with a group size as int4-g32.
     #[arg(long, default_value = "int4")]
     pub(crate) format: ExpertFormat,
     /// What slots of a GPU hold: quantized (as stored) or bf16.
@@ -107,15 +108,16 @@ pub(crate) struct DecodeArgs {
     /// Who drives the steps: auto, host or device.
     #[arg(long, default_value = "auto")]
     pub(crate) driver: DriverKind,
-    /// Who leaves a slot: auto, lru, lfu, lfru or aged.
+    /// Who leaves a slot: auto, blend, lru, lfu, lfru or aged.
     #[arg(long, default_value = "lru")]
     pub(crate) policy: PolicyKind,
     /// What is brought ahead of time: off, correlation, stale-gate or auto.
     #[arg(long, default_value = "off")]
     pub(crate) prefetch: Prefetch,
-    /// When it is brought; `all` measures each.
-    #[arg(long, value_enum, default_value = "after-routing")]
-    pub(crate) trigger: TriggerArg,
+    /// When it is brought, where the host does that and not a whole model's steps on a GPU; `all` measures each [default:
+    /// after-routing]
+    #[arg(long, value_enum)]
+    pub(crate) trigger: Option<TriggerArg>,
     /// Tokens measured.
     #[arg(long, default_value_t = 64)]
     pub(crate) steps: usize,
@@ -161,7 +163,7 @@ pub(crate) struct DecodeArgs {
 impl DecodeArgs {
     pub(crate) fn triggers(&self) -> impl Iterator<Item = PrefetchTrigger> {
         use PrefetchTrigger as T;
-        match self.trigger {
+        match self.trigger.unwrap_or(TriggerArg::AfterRouting) {
             TriggerArg::AfterRouting => vec![T::AfterRouting],
             TriggerArg::MidLayer => vec![T::MidLayer],
             TriggerArg::EndOfLayer => vec![T::EndOfLayer],
@@ -273,16 +275,6 @@ pub(crate) struct FormatsArgs {
     pub(crate) json: bool,
 }
 
-/// Bytes, in powers of 1024 behind K, M and G.
-fn parse_size(text: &str) -> std::result::Result<u64, String> {
-    let (digits, shift) = match text.strip_suffix(['K', 'M', 'G']) {
-        Some(digits) => (digits, 10 * (1 + "KMG".find(&text[digits.len()..]).unwrap_or(0))),
-        None => (text, 0),
-    };
-    let bytes = digits.parse().ok().and_then(|n: u64| n.checked_mul(1 << shift));
-    bytes.ok_or_else(|| "expected bytes, such as 900K, 12M or 1G".to_owned())
-}
-
 #[derive(Debug, Clone, Copy, ValueEnum)]
 pub(crate) enum PartArg {
     Model,
@@ -337,22 +329,6 @@ impl DeviceArg {
                 eprintln!("running on the CPU: {e}");
                 Device::Cpu
             })),
-        }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn sizes_are_read() {
-        for (text, bytes) in [("0", 0), ("77", 77), ("4608K", 4608 << 10), ("12M", 12 << 20), ("1G", 1 << 30)]
-        {
-            assert_eq!(parse_size(text), Ok(bytes));
-        }
-        for text in ["", "K", "12k", "1.5M", "-1", "99999999999G"] {
-            assert!(parse_size(text).unwrap_err().contains("900K"), "{text}");
         }
     }
 }

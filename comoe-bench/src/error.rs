@@ -48,7 +48,9 @@ pub enum Error {
         known: String,
     },
     /// A shape whose dense part cannot be made.
-    #[error("the dense part of {shape} cannot be made yet: measure its experts alone, with --part experts")]
+    #[error(
+        "the dense part of {shape} cannot be made yet: measure its experts alone, with `comoe-bench decode --part experts`"
+    )]
     NoDensePart {
         /// The shape.
         shape: String,

@@ -121,6 +121,16 @@ fn decode_shape(args: &DecodeArgs) -> Result<()> {
             expected: "it wants a whole model on a GPU, with --prefetch stale-gate or auto".to_owned(),
         });
     }
+    if args.trigger.is_some() && (stepped || args.prefetch == Prefetch::Off) {
+        return Err(Error::BadOption {
+            option: "--trigger",
+            value: format!("with --prefetch {}", args.prefetch),
+            expected:
+                "it is for what is brought token by token: on the CPU, with --part experts, or on a GPU with \
+                       --prefetch correlation --driver host"
+                    .to_owned(),
+        });
+    }
     for &slots in &args.slots_per_layer {
         match args.prefetch {
             Prefetch::Off => runs.push((Some(slots), None, None)),
@@ -284,7 +294,7 @@ fn prefill_shape(args: &PrefillArgs) -> Result<()> {
             seed: args.model.seed,
             store: args.model.store.clone(),
             dense: Some(dense.clone()),
-            ring: args.ring.map(|mib| mib << 20),
+            ring: args.ring.map(|mib| mib.saturating_mul(1 << 20)),
             timeline: timeline.clone(),
             ..Decode::new(shape.clone())
         };

@@ -68,6 +68,10 @@ const WAYS: [(&str, Way); 6] = [
 /// # Errors
 /// For a file that is no packed store or cannot be read; [`Error::BadOption`] for no threads at all.
 pub fn measure(path: &Path, threads: &[usize], most: u64) -> Result<Vec<Row>> {
+    if let Some(0) = threads.iter().find(|&&n| n == 0) {
+        let expected = "at least one thread".to_owned();
+        return Err(Error::BadOption { option: "--threads", value: "0".to_owned(), expected });
+    }
     let store = PackedFile::open(path)?;
     let file = File::open(path).map_err(|e| Error::io(path, e))?;
     let record = store.directory().largest_record();

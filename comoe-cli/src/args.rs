@@ -11,8 +11,8 @@ use comoe_models::{DenseFormat, KvFormat};
 
 use crate::device::DeviceChoice;
 use crate::quality::QualityArgs;
-use crate::size::parse_size;
 use crate::trace::TraceCommand;
+use comoe_core::size::parse_size;
 
 const AFTER_HELP: &str = "\
 The answer goes to standard output, everything else to standard error.

@@ -16,11 +16,11 @@ use crate::input::Lines;
 use crate::load::{self, Loaded};
 use crate::output::say;
 use crate::places::CacheFolder;
-use crate::size::parse_size;
 use crate::sys::{MemoryWatch, catch_interrupts};
 use crate::talk::{Settings, Talk, check_prompt};
 use crate::trace::Recording;
 use crate::{model_path, report, sampling};
+use comoe_core::size::parse_size;
 
 const HELP: &str = "\
 /help   this text

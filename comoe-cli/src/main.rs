@@ -25,7 +25,6 @@ mod pull;
 mod quality;
 mod report;
 mod sampling;
-mod size;
 mod sys;
 mod talk;
 mod trace;

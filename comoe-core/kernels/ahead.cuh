@@ -21,6 +21,7 @@ constexpr uint32_t kStages = 4;
 // A block's word: taken; closed; whether it was taken since it was opened; ordinal of the layer that opened it; how many
 // pieces the block has copied.
 constexpr uint32_t kTaken = 1u << 31, kClosed = 1u << 30, kSeen = 1u << 29, kOrdinalShift = 16, kCount = 0xffff;
+constexpr uint32_t kMostOrdinal = (kSeen >> kOrdinalShift) - 1;
 struct Chosen;
 
 struct Ahead {
@@ -55,10 +56,10 @@ __device__ __forceinline__ uint32_t load_acquire(const uint32_t* word) {
 // What a layer finds of its guesses.
 struct Arrived {
     uint32_t record[kMostGuesses], ready[kMostGuesses];  // bytes from the record's beginning
-    uint32_t width;
 };
 
-// For `layer`, whose words are closed and were `word` (of block `lane`) before. One warp.
+// For `layer`, whose words are closed and were `word` (of block `lane`) before. Nothing where the step before was of another
+// layer than the one before: steps of several tokens may take turns, and tokens may be given up. One warp.
 __device__ __forceinline__ void find_arrived(const Ahead& a, uint32_t layer, uint32_t record_bytes, uint32_t word,
                                              uint32_t lane, Arrived& found) {
     uint32_t there = kNone;
@@ -66,7 +67,7 @@ __device__ __forceinline__ void find_arrived(const Ahead& a, uint32_t layer, uin
     if (lane < kCopyBlocks) {
         while (word & kTaken) word = load_acquire(&a.state[lane]);
         __threadfence();  // what was copied is there for the kernels behind this one, too
-        seen = word & kSeen;
+        seen = (word & kSeen) && (word >> kOrdinalShift & kMostOrdinal) + 1 == layer;
         there = (word & kCount) * kCopyBlocks + lane;
     }
     seen = __all_sync(0xffffffffu, seen || lane != 0);
@@ -77,6 +78,5 @@ __device__ __forceinline__ void find_arrived(const Ahead& a, uint32_t layer, uin
         const uint32_t mine = lane < width && pieces > lane * each ? min(pieces - lane * each, each) : 0;
         found.record[lane] = seen ? a.record[parity][lane] : kNone;
         found.ready[lane] = min(mine * kPieceBytes, record_bytes);
-        if (lane == 0) found.width = width;
     }
 }

@@ -7,7 +7,7 @@
 #include "record.cuh"
 #include "spans.cuh"
 
-// As src/backend/cuda/resolve.rs counts them.
+// As src/backend/device.rs and, the last one, src/backend/cuda/resolve.rs count them.
 constexpr uint32_t kMostAssignments = kMostChosen, kMostSlots = 1024, kKept = 0x80000000u;
 
 enum FaultKind : uint32_t {

@@ -19,7 +19,7 @@ struct SpanLog {
     uint32_t room;
     uint32_t unused[6];
 };
-// As src/backend/cuda/spans.rs counts them.
+// As src/backend/cuda/span_log.rs counts them.
 static_assert(sizeof(Span) == 32 && sizeof(SpanLog) == 32, "mirrored structs");
 
 __device__ __forceinline__ unsigned long long gpu_time() {

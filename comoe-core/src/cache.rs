@@ -177,7 +177,7 @@ macro_rules! shared_methods {
             &self.core.notes
         }
 
-        /// Device memory that the cache holds now.
+        /// Device memory that the cache holds now; of several devices, the first one's.
         pub fn device_memory(&self) -> BackendMemory {
             self.core.engine().device_memory()
         }
@@ -345,7 +345,7 @@ fn table_of<'e>(core: &Core, engine: &'e mut Engine) -> Result<&'e mut Correlati
 
 impl ExpertCache {
     /// Whether the device brings a caller's guesses ([`CacheLayer::with_device_guess`]) only where they have been right lately
-    /// ([`Prefetch::Auto`]). Then the caller does well to find out whether asking pays: making guesses, which all steps
+    /// ([`Prefetch::Auto`](crate::Prefetch::Auto)). Then the caller does well to find out whether asking pays: making guesses, which all steps
     /// do that give them, takes time too, and the cache does not see it.
     pub fn judges_device_guesses(&self) -> bool {
         self.core.fetches_ahead && self.core.engine().judges_guesses()
@@ -528,10 +528,11 @@ impl RecordCache {
     pub fn gather(&self, layer: usize, indices: &[u32], dtype: DType, shape: &[usize]) -> Result<Tensor> {
         let core = &self.core;
         let ordinal = core.ordinal(layer)?;
-        let needed = shape.iter().product::<usize>() * dtype.size_in_bytes();
+        let needed = shape.iter().try_fold(dtype.size_in_bytes(), |bytes, &dim| bytes.checked_mul(dim));
         let record_bytes = core.directory.layers()[ordinal].record_bytes;
-        if needed == 0 || needed > record_bytes {
-            let reason = format!("{shape:?} of {dtype:?} is {needed} bytes, a record has {record_bytes}");
+        if needed.is_none_or(|bytes| bytes == 0 || bytes > record_bytes) {
+            let needed = needed.map_or("more bytes than can be counted".to_owned(), |n| format!("{n} bytes"));
+            let reason = format!("{shape:?} of {dtype:?} is {needed}, a record has {record_bytes}");
             return Err(Error::BadArgument { what: "shape", reason });
         }
         if indices.is_empty() {

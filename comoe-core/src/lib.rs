@@ -63,6 +63,7 @@ mod schedule;
 #[cfg(test)]
 mod schedule_tests;
 mod simd;
+pub mod size;
 mod slab;
 pub mod stats;
 pub mod store;

@@ -508,7 +508,7 @@ impl Pool {
         !self.pinned.contains(&true)
     }
 
-    /// Describes the first broken invariant, if any. For tests and `--check`.
+    /// Describes the first broken invariant, if any. For tests.
     pub fn inconsistency(&self) -> Option<String> {
         let mut counts = vec![0; self.shape.partitions.len()];
         let (mut staging, mut away) = (0, 0);

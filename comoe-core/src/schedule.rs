@@ -246,11 +246,17 @@ impl Engine {
 
     /// Runs one layer's step and returns what it ends with; `None` for no assignment.
     pub(crate) fn step(&mut self, step: Step<'_>) -> Result<Option<Tensor>> {
+        self.reserve(&step.work)?;
+        self.guarded(|this| this.try_step(step))
+    }
+
+    /// Memory for a step that the host drives, from the slots where there is no other. Nothing that counts has changed
+    /// where there is too little.
+    pub(crate) fn reserve(&mut self, work: &Work<'_>) -> Result<()> {
         self.refuse_within_token()?;
         self.follow_page_locking()?;
         self.host_owns()?;
-        self.with_memory(|this| this.backend.reserve(&step.work))?;
-        self.guarded(|this| this.try_step(step))
+        self.with_memory(|this| this.backend.reserve(work))
     }
 
     fn try_step(&mut self, step: Step<'_>) -> Result<Option<Tensor>> {

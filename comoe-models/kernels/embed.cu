@@ -41,10 +41,9 @@ struct AdvanceArgs {
     uint32_t* history;       // ids by position, or null
     const uint32_t* missed;  // records that the experts' cache has missed so far, or null
     uint32_t* ring;          // [ring_len] (token, 1 + first error set, missed), page-locked host memory
-    uint32_t* sequence;      // page-locked host memory: entries written
     uint32_t ring_len, history_len, errors_len, pad;
 };
-static_assert(sizeof(AdvanceArgs) == 88, "mirrored structs");
+static_assert(sizeof(AdvanceArgs) == 80, "mirrored structs");
 
 // One warp. A step with an error is told and leaves all else as it is, so that it can be run again.
 extern "C" __global__ void __launch_bounds__(32) advance(const __grid_constant__ AdvanceArgs a) {
@@ -61,9 +60,6 @@ extern "C" __global__ void __launch_bounds__(32) advance(const __grid_constant__
     entry[0] = token;
     entry[1] = error;
     entry[2] = missed;
-    // Whoever sees the count sees the entry.
-    __threadfence_system();
-    *static_cast<volatile uint32_t*>(a.sequence) = step + 1;
     if (error) return;
     *a.step = step + 1;
     const uint32_t position = *a.position + 1;

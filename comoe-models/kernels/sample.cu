@@ -21,21 +21,22 @@ static_assert(sizeof(SampleScratch) == 24 + 3 * 8 * kBins, "mirrored structs");
 struct SampleArgs {
     const void* logits;        // [vocab] of dtype
     const uint32_t* history;   // ids by position, or null
-    const uint32_t* position;  // history holds *position + ahead ids
+    const uint32_t* position;  // history holds *position + ahead ids, or as many as it has room for
     const double* uniforms;    // [uniforms_len] numbers in 0..1, used by *step
     const uint32_t* step;
     uint32_t* token;
     uint32_t* error;
     SampleScratch* scratch;
     double inverse_temperature, top_p, min_p;
-    uint32_t vocab, dtype, ahead, window, uniforms_len;
+    uint32_t vocab, dtype, ahead, window, uniforms_len, history_len;
     uint32_t top_k;  // 0: all
     uint32_t chunk;  // ids of a block
     uint32_t stored;  // whether there is shared memory for their weights
     uint32_t greedy;
     float logit_scale, logit_cap, penalty;  // a cap of 0: none; a penalty of 1: none
+    uint32_t pad;
 };
-static_assert(sizeof(SampleArgs) == 136, "mirrored structs");
+static_assert(sizeof(SampleArgs) == 144, "mirrored structs");
 
 struct Sampling {
     const SampleArgs& a;
@@ -249,7 +250,7 @@ extern "C" __global__ void __launch_bounds__(kSampleThreads) sample(const __grid
     if (a.penalty != 1.f) {
         for (uint32_t i = threadIdx.x; i < (a.chunk + 31) / 32; i += blockDim.x) occurred[i] = 0;
         __syncthreads();
-        const uint32_t ids = *a.position + a.ahead, from = ids - min(ids, a.window);
+        const uint32_t ids = min(*a.position + a.ahead, a.history_len), from = ids - min(ids, a.window);
         for (uint32_t i = from + threadIdx.x; i < ids; i += blockDim.x) {
             const uint32_t at = a.history[i] - first;
             if (at < count) atomicOr(occurred + at / 32, 1u << (at % 32));

@@ -63,7 +63,7 @@ impl<'m> DeviceSteps<'m> {
         match self.never {}
     }
 
-    /// Nodes of the graph that was recorded last.
+    /// Nodes of the graph that was replayed last.
     pub fn nodes(&self) -> Option<usize> {
         match self.never {}
     }

@@ -198,7 +198,8 @@ impl<'m> Session<'m> {
 
     fn make_room_with(&mut self, tokens: usize, steps: Option<&mut DeviceSteps<'m>>) -> Result<()> {
         if tokens <= self.kv.capacity() {
-            return Ok(());
+            // Perhaps there was memory for the cache last time, and for nothing else.
+            return steps.map_or(Ok(()), |steps| steps.reach_to(self.kv.capacity()));
         }
         let decoder = self.model.decoder();
         match steps {

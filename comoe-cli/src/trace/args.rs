@@ -9,7 +9,7 @@ use comoe_core::policy::PolicyKind;
 use comoe_core::replay::{Eviction, Grouping, PredictorKind, ReplayPolicy, Span};
 
 use crate::args::{ModelArgs, SamplerArgs, parse_positive};
-use crate::size::parse_size;
+use comoe_core::size::parse_size;
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum TraceCommand {

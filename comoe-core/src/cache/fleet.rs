@@ -112,24 +112,41 @@ impl Fleet {
         let Others { engines, bond } = &mut *others;
         let mut rows = Vec::new();
         let mut own = parts.remove(0);
-        let done = engines.iter_mut().zip(parts).enumerate().try_for_each(|(member, (engine, part))| {
-            let Part { needs, choices, top_k, guess, assignments } = part;
-            // Who serves nothing still goes along, so that what it has under way for this layer is settled.
-            let x = if assignments.is_empty() { step.x.clone() } else { bond.send(member, step.x)? };
-            let done = engine.step(Step {
-                layer: step.layer,
-                needs,
-                choices: &choices,
-                top_k,
-                guess: &guess,
-                covers,
-                work: step.work(&x),
-                finish: Finish::Rows(&assignments),
-            })?;
-            if let Some(done) = done {
-                rows.push(Rows { rows: bond.bring(member, &done)?, assignments });
-            }
-            Ok(())
+        // Who serves nothing still goes along, so that what it has under way for this layer is settled.
+        let sent = parts.iter().enumerate().map(|(member, part)| match part.assignments.is_empty() {
+            true => Ok(step.x.clone()),
+            false => bond.send(member, step.x),
+        });
+        let sent = sent.collect::<Result<Vec<_>>>().and_then(|sent| {
+            // Before any of them changes anything.
+            lead.reserve(&step.work(step.x))?;
+            engines.iter_mut().zip(&sent).try_for_each(|(engine, x)| engine.reserve(&step.work(x)))?;
+            Ok(sent)
+        });
+        let sent = match sent {
+            // As with one device, the caller may find some memory and ask again.
+            Err(e) if e.is_out_of_memory() => return Err(e),
+            sent => sent,
+        };
+        let done = sent.and_then(|sent| {
+            let mut work = engines.iter_mut().zip(parts).zip(sent).enumerate();
+            work.try_for_each(|(member, ((engine, part), x))| {
+                let Part { needs, choices, top_k, guess, assignments } = part;
+                let done = engine.step(Step {
+                    layer: step.layer,
+                    needs,
+                    choices: &choices,
+                    top_k,
+                    guess: &guess,
+                    covers,
+                    work: step.work(&x),
+                    finish: Finish::Rows(&assignments),
+                })?;
+                if let Some(done) = done {
+                    rows.push(Rows { rows: bond.bring(member, &done)?, assignments });
+                }
+                Ok(())
+            })
         });
         let result = done.and_then(|()| {
             let finish = Finish::Result(&rows);

@@ -135,9 +135,12 @@ impl CacheOptions {
     /// `budgets` are by device, the last for those behind it, and none is [`Self::budget`] for all.
     ///
     /// # Errors
-    /// As [`Self::room`].
+    /// As [`Self::room`], and [`Error::BadArgument`] for a number that no device has.
     pub fn room_of(&self, devices: &[Device], number: usize, budgets: &[u64]) -> Result<Option<Room>> {
-        let device = &devices[number];
+        let Some(device) = devices.get(number) else {
+            let reason = format!("{number} of {} devices", devices.len());
+            return Err(Error::BadArgument { what: "device", reason });
+        };
         let budget = budgets.get(number).or(budgets.last()).copied().or(self.budget);
         let pools = devices.iter().filter(|d| d.location() == device.location()).count();
         let room = Self { budget, ..self.clone() }.room(device)?;

@@ -29,6 +29,19 @@ pub struct LastStep {
     pub top_k: usize,
 }
 
+impl Learned {
+    /// Whether the last step chose experts that there are, in layers of so many.
+    pub(crate) fn check_last(&self, experts: &[usize]) -> Result<()> {
+        let Some(last) = &self.last else { return Ok(()) };
+        let own = experts.get(last.layer).copied().unwrap_or(0);
+        if last.top_k == 0 || last.choices.iter().any(|&id| id as usize >= own) {
+            let reason = format!("its last step chose experts that layer {} does not have", last.layer);
+            return Err(Error::BadArgument { what: "learned", reason });
+        }
+        Ok(())
+    }
+}
+
 impl Correlation {
     /// What it knows, for who goes on with it.
     pub fn learned(&self) -> Learned {
@@ -44,7 +57,7 @@ impl Correlation {
     /// Goes on from what `learned` knows.
     ///
     /// # Errors
-    /// [`Error::BadArgument`] where that is about other layers than this table. It is then as before.
+    /// [`Error::BadArgument`] where that is about other layers or experts than this table. It is then as before.
     pub fn set_learned(&mut self, learned: &Learned) -> Result<()> {
         let sizes = |this: &Self| [this.tables.len(), this.floats()];
         let (mine, theirs) = (sizes(self), [learned.weights.len(), learned.counts.len()]);
@@ -52,6 +65,8 @@ impl Correlation {
             let reason = format!("{theirs:?} layers and counts where its layers have {mine:?}");
             return Err(Error::BadArgument { what: "learned", reason });
         }
+        let experts: Vec<usize> = self.tables.iter().map(|table| table.to).collect();
+        learned.check_last(&experts)?;
         let mut rest = learned.counts.as_slice();
         for (table, &weight) in self.tables.iter_mut().zip(&learned.weights) {
             for part in [&mut table.totals, &mut table.counts] {
@@ -117,5 +132,10 @@ mod tests {
         assert_eq!(turns[whose].learned(), alone.learned());
         let e = new().set_learned(&Correlation::new(&[4, 4], 1).learned()).unwrap_err().to_string();
         assert!(e.contains("[2, 40]") && e.contains("[3, 78]"), "{e}");
+        let known = alone.learned();
+        for (layer, choices, top_k) in [(0, vec![4], 1), (3, vec![0], 1), (1, vec![0], 0)] {
+            let last = Some(LastStep { layer, choices, top_k });
+            assert!(new().set_learned(&Learned { last, ..known.clone() }).is_err());
+        }
     }
 }

@@ -18,7 +18,8 @@ pub struct SlotsInForce {
     /// Bytes of device memory that they have, with staging and ring. Memory comes and goes in chunks, so this may be
     /// somewhat more than the slots need.
     pub bytes: u64,
-    /// Bytes of it that are lent ([`ExpertCache::lend`](crate::ExpertCache::lend)).
+    /// Bytes that slots gave up, by [`ExpertCache::lend`](crate::ExpertCache::lend) or for a step that found no memory;
+    /// [`ExpertCache::take_back`](crate::ExpertCache::take_back) gives back any of them.
     pub lent: u64,
 }
 
@@ -206,8 +207,12 @@ impl Engine {
     /// Has slots give up the memory that was missing, for good, and says so; whether they could.
     pub(crate) fn give_way(&mut self, error: &Error) -> bool {
         let Error::OutOfDeviceMemory { asked, free, .. } = error else { return false };
+        let missing = asked.saturating_sub(*free);
         // What is free may lie in pieces, and rounding takes some of it.
-        let lent = self.lend(asked.saturating_sub(*free) + SPARE);
+        let lent = match self.lend(missing + SPARE) {
+            Err(Error::NothingToLend { most, .. }) if most >= missing.max(1) => self.lend(most),
+            lent => lent,
+        };
         if let Ok(force) = &lent {
             tracing::warn!("{error}: the experts' slots made room, {} are left", force.slots);
         }

@@ -193,6 +193,54 @@ fn guesses_that_are_not_worth_it_are_not_brought() {
     assert_eq!(good.prefetched, good.guessed, "{good}");
 }
 
+/// Steps of two tokens in turn, layer by layer, and tokens that are given up: what was brought for one is never taken for
+/// what the other misses.
+#[test]
+#[ignore = "needs a CUDA device"]
+fn tokens_that_take_turns_find_only_what_was_brought_for_their_layer() {
+    let device = device();
+    // Large enough that records do not arrive whole.
+    let spec = ExpertSpec::swiglu(1024, 1024);
+    for (name, format) in [("int4", ExpertFormat::INT4), ("bf16", ExpertFormat::Bf16)] {
+        let experts = Experts::random(spec, format, LAYERS, EXPERTS, 8);
+        let of = |prefetch| {
+            let options = CacheOptions { prefetch, ..driven(4 * LAYERS, TOP_K, DriverKind::Device) };
+            cache(&experts, &device, options, &CudaOptions::default(), Rules::default())
+        };
+        let (plain, ahead) = (of(Prefetch::Off), of(Prefetch::StaleGate));
+        let model = Model { device: &device, hidden: 1024, layers: LAYERS, experts: EXPERTS, top_k: TOP_K };
+        let side = SideStream::new(&device).expect("a stream");
+        let mut noise = Noise(17);
+        for n in 0..150 {
+            let tokens: Vec<Vec<Call>> = (0..2)
+                .map(|_| (0..LAYERS).map(|l| model.call(l, 1, DType::BF16, &mut noise)).collect())
+                .collect();
+            // Now and then both end half-way.
+            let depth = if n % 5 == 4 { 1 + noise.below(LAYERS - 1) } else { LAYERS };
+            let mut results = Vec::new();
+            for l in 0..depth {
+                for calls in &tokens {
+                    let ids = guess(&calls[(l + 1) % LAYERS], &mut noise, 90);
+                    let ids = Tensor::new(ids.as_slice(), &device).expect("a guess");
+                    let main = device.as_cuda_device().expect("a GPU").cuda_stream();
+                    let stream = (n % 2 == 0).then(|| side.behind(&main).expect("a branch"));
+                    let layer = ahead.layer(l).with_device_guess(DeviceGuess { ids: &ids, stream });
+                    let Call { x, ids, weights, .. } = &calls[l];
+                    results.push((&calls[l], layer.forward(x, ids, weights).expect("a step")));
+                }
+            }
+            for (call, result) in results {
+                let want = forward(&plain, call).expect("a step");
+                assert!(same(&numbers(&result), &want), "{name}: token {n}, layer {}", call.layer);
+            }
+        }
+        ahead.check().expect("slots equal the store");
+        let (stats, without) = (ahead.stats(), plain.stats());
+        assert_eq!((stats.accesses(), stats.hits()), (without.accesses(), without.hits()), "{name}");
+        assert!(stats.prefetch_used > 0, "{name}: {stats}");
+    }
+}
+
 /// A token of which a graph holds all layers, with the branch that brings what is guessed.
 #[test]
 #[ignore = "needs a CUDA device"]

@@ -22,6 +22,18 @@ pub(crate) const SCORES_AT_ONCE: usize = 16 << 20;
 /// one head's.
 pub(crate) const KEPT_AT_ONCE: usize = 16 << 20;
 
+/// Keys of a piece of a fused step's attention: its softmax is one block's.
+const PIECE: usize = 64;
+
+/// Pieces of keys that a token of a fused step can see, of `reach` positions.
+pub(crate) fn pieces(reach: usize, mask: Mask) -> usize {
+    let all = reach.div_ceil(PIECE);
+    match mask {
+        Mask::Causal => all,
+        Mask::Sliding(span) | Mask::Chunked(span) => all.min(span.div_ceil(PIECE) + 1),
+    }
+}
+
 /// How queries look at keys.
 #[derive(Debug, Clone)]
 pub(super) struct Attend {

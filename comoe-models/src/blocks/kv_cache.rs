@@ -221,7 +221,7 @@ impl KvCache {
 
     /// Checks that `tokens` more fit.
     pub(crate) fn reserve(&self, tokens: usize) -> Result<()> {
-        if tokens > self.capacity - self.len {
+        if tokens > self.capacity.saturating_sub(self.len) {
             return Err(Error::ContextExceeded { tokens, position: self.len, context: self.capacity });
         }
         Ok(())

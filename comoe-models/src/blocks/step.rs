@@ -2,6 +2,9 @@
 
 use super::fused;
 
+/// Positions that a fused step sees at least: shorter sequences share it.
+pub(crate) const LEAST_REACH: usize = 512;
+
 /// What blocks know of a step besides their input.
 ///
 /// Steps of few tokens on a GPU are fused: their kernels read the position from the device's memory, so nothing of the

@@ -8,10 +8,9 @@ use cudarc::driver::{CudaFunction, CudaModule, CudaStream, DriverError};
 
 use super::{DecodeKernels, KvRows, bad, dtype_code, grid, tokens_of, within};
 use crate::arch::Mask;
+use crate::blocks::attend::pieces;
 use crate::load::KvFormat;
 
-/// Keys of a piece: its softmax is one block's.
-const PIECE: usize = 64;
 const WARPS: usize = 8;
 const COMBINE_WARPS: usize = 16;
 /// Blocks for each multiprocessor, all together; more pieces are taken one after the other.
@@ -63,13 +62,8 @@ pub struct AttendArgs {
 }
 
 impl AttendArgs {
-    /// Pieces that a token can see.
     fn pieces(&self) -> usize {
-        let all = self.reach.div_ceil(PIECE);
-        match self.mask {
-            Mask::Causal => all,
-            Mask::Sliding(span) | Mask::Chunked(span) => all.min(span.div_ceil(PIECE) + 1),
-        }
+        pieces(self.reach, self.mask)
     }
 
     fn sums_bytes(&self) -> usize {

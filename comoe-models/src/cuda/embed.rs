@@ -61,8 +61,6 @@ pub struct AdvanceArgs {
     pub ring: u64,
     /// Entries in the ring.
     pub ring_len: usize,
-    /// Steps whose entries are written: page-locked host memory, read it with acquire.
-    pub sequence: u64,
 }
 
 /// As kernels/embed.cu has them.
@@ -90,7 +88,6 @@ struct Advance {
     history: u64,
     missed: u64,
     ring: u64,
-    sequence: u64,
     ring_len: u32,
     history_len: u32,
     errors_len: u32,
@@ -142,7 +139,6 @@ impl DecodeKernels {
             history: args.history,
             missed: args.missed,
             ring: args.ring,
-            sequence: args.sequence,
             ring_len: within("entries of a token ring", args.ring_len, 1, 1 << 30)?,
             history_len: within("room in a history", args.history_len, 0, 1 << 30)?,
             errors_len: within("error words", args.errors_len, 0, 1 << 20)?,
@@ -155,5 +151,5 @@ impl DecodeKernels {
 
 #[cfg(test)]
 mod tests {
-    super::super::mirrored!((super::Embed, super::Advance), 48 + 88);
+    super::super::mirrored!((super::Embed, super::Advance), 48 + 80);
 }

@@ -40,6 +40,8 @@ pub struct SampleArgs {
     pub settings: SampleSettings,
     /// The ids so far by position, u32; needed for a repetition penalty, else 0.
     pub history: u64,
+    /// Ids that the history has room for. What lies behind is not looked at.
+    pub history_len: usize,
     /// One u32: the position of the step's first token.
     pub position: u64,
     /// Tokens of the step: `position + ahead` ids are in the history.
@@ -86,6 +88,7 @@ struct Device {
     ahead: u32,
     window: u32,
     uniforms_len: u32,
+    history_len: u32,
     top_k: u32,
     chunk: u32,
     stored: u32,
@@ -93,6 +96,7 @@ struct Device {
     logit_scale: f32,
     logit_cap: f32,
     penalty: f32,
+    pad: u32,
 }
 
 /// How the vocabulary is shared out over blocks; it changes no result.
@@ -163,6 +167,7 @@ impl DecodeKernels {
             ahead: within("tokens of a step", args.ahead, 1, 1 << 30)?,
             window: options.repetition_window.map_or(u32::MAX, |w| w.min(u32::MAX as usize) as u32),
             uniforms_len: within("random numbers", args.uniforms_len, least_random, 1 << 30)?,
+            history_len: within("room in a history", args.history_len, 0, 1 << 30)?,
             top_k: options.top_k.map_or(0, |k| k.min(args.vocab) as u32),
             chunk: cut.chunk as u32,
             stored: cut.stored.into(),
@@ -170,6 +175,7 @@ impl DecodeKernels {
             logit_scale: *logit_scale,
             logit_cap: logit_cap.unwrap_or(0.0),
             penalty: options.repetition_penalty as f32,
+            pad: 0,
         };
         let config = grid(cut.blocks, 1, 1, THREADS, cut.shared_bytes);
         // SAFETY: `Device` is the kernel's struct; the addresses are the caller's promise.
@@ -181,7 +187,7 @@ impl DecodeKernels {
 mod tests {
     use super::*;
 
-    super::super::mirrored!(Device, 136);
+    super::super::mirrored!(Device, 144);
 
     #[test]
     fn vocabularies_fit_gpus() {

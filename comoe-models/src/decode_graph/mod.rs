@@ -60,7 +60,7 @@ pub struct DeviceSteps<'m> {
     scratch: Tensor,
     /// Ids by position, `[context + 1]`.
     history: Tensor,
-    /// The entries, then the count of those written.
+    /// The entries.
     ring: PinnedWords,
     settings: SampleSettings,
     random: SplitMix64,
@@ -116,7 +116,7 @@ impl<'m> DeviceSteps<'m> {
             uniforms: Tensor::zeros(UNIFORMS, DType::F64, device)?,
             scratch: words(SampleArgs::SCRATCH_BYTES.div_ceil(4))?,
             history: words(decoder.context() + 1)?,
-            ring: PinnedWords::new(&ctx, ENTRY * RING + 1)?,
+            ring: PinnedWords::new(&ctx, ENTRY * RING)?,
             settings: SampleSettings {
                 options: SamplerOptions::default(),
                 logit_scale: 1.0,
@@ -169,10 +169,11 @@ impl<'m> DeviceSteps<'m> {
     /// without the host. `false`, and not all are done, where that cannot be.
     ///
     /// # Errors
-    /// As [`Self::next`].
+    /// As [`Self::next`], and [`Error::ContextExceeded`] for more than the cache has room for.
     #[doc(hidden)]
     pub fn run_blind(&mut self, kv: &mut KvCache, n: usize) -> Result<bool> {
         self.settle();
+        kv.reserve(n)?;
         for _ in 0..n {
             if !self.launch(kv)? {
                 return Ok(false);
@@ -184,7 +185,7 @@ impl<'m> DeviceSteps<'m> {
         Ok(true)
     }
 
-    /// Nodes of the graph that was recorded last.
+    /// Nodes of the graph that was replayed last.
     pub fn nodes(&self) -> Option<usize> {
         self.graphs.back().map(|g| g.graph.nodes)
     }
@@ -260,12 +261,13 @@ impl<'m> DeviceSteps<'m> {
         self.graphs.clear();
     }
 
-    /// The sequence may have `tokens` tokens from now on. Only after [`Self::let_go`].
+    /// The sequence may have `tokens` tokens from now on. Where that needs more room, all graphs are let go.
     ///
     /// # Errors
     /// When the device has no memory for it.
     pub fn reach_to(&mut self, tokens: usize) -> Result<()> {
         if tokens + 1 > self.history.elem_count() {
+            self.let_go();
             let longer = Tensor::zeros(tokens + 1, DType::U32, self.decoder.device())?;
             longer.slice_set(&self.history, 0, 0)?;
             self.history = longer;
@@ -411,6 +413,7 @@ impl<'m> DeviceSteps<'m> {
             vocab: logits.elem_count(),
             settings: self.settings.clone(),
             history,
+            history_len: self.history.elem_count(),
             position,
             ahead: 1,
             uniforms: at(&self.uniforms)?,
@@ -433,7 +436,6 @@ impl<'m> DeviceSteps<'m> {
             missed: self.decoder.experts().missed_address().unwrap_or(0),
             ring,
             ring_len: RING,
-            sequence: ring + 4 * (ENTRY * RING) as u64,
         };
         // SAFETY: buffers of the sizes documented, which live as long as `self` and are written only by what is enqueued
         // on this stream; the logits are a tensor on it; the history holds the ids of all positions where a penalty

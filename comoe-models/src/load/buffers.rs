@@ -12,10 +12,9 @@ use crate::arch::{
     AttentionPlan, BlockShape, DecoderPlan, FfnPlan, LayerPlan, Mask, MixerPlan, MoePlan, NormKind,
     QkNormKind, RopePlan, RouterPrecision, SharedPlan,
 };
+use crate::blocks::attend::pieces;
+use crate::blocks::step::LEAST_REACH;
 
-/// Positions that a step of a short sequence sees, and keys of a piece of attention.
-const LEAST_REACH: usize = 512;
-const PIECE: usize = 64;
 /// What the experts' driver keeps whatever the model: a ring for work items, lists of a step.
 const DRIVER: u64 = (1 << 20) + (128 << 10);
 /// And for each record: its address, uses, score, slot, and what is in that.
@@ -149,11 +148,7 @@ impl Arena {
     fn attend(&mut self, heads: usize, value: usize, mask: Mask, dtype: DType, reach: Option<usize>) {
         self.rows(&[heads * value], dtype);
         if let Some(reach) = reach {
-            let all = reach.div_ceil(PIECE);
-            let pieces = match mask {
-                Mask::Causal => all,
-                Mask::Sliding(span) | Mask::Chunked(span) => all.min(span.div_ceil(PIECE) + 1),
-            };
+            let pieces = pieces(reach, mask);
             let sums = (4 * heads * pieces * value).next_multiple_of(16);
             self.take((sums + 8 * heads * pieces).div_ceil(4), DType::F32);
         }

@@ -126,14 +126,7 @@ impl Learner {
             let reason = format!("{have} counts of {of} layers, expected {wanted} of {layers}");
             return Err(Error::BadArgument { what: "learned", reason });
         }
-        let known = |last: &LastStep| {
-            let experts = self.experts.get(last.layer).copied().unwrap_or(0);
-            last.top_k > 0 && last.choices.iter().all(|&id| (id as usize) < experts)
-        };
-        if !learned.last.as_ref().is_none_or(known) {
-            let reason = "its last step chose experts that the layer does not have".to_owned();
-            return Err(Error::BadArgument { what: "learned", reason });
-        }
+        learned.check_last(&self.experts)?;
         let mut image = vec![0u32; first];
         [image[0], image[1]] = [learned.tokens as u32, (learned.tokens >> 32) as u32];
         image[2] = NONE;

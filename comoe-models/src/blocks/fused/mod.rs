@@ -22,6 +22,7 @@ pub(super) use self::mixers::Heads;
 use super::arena::Arena;
 use super::int8_matrix::Int8Matrix;
 use super::router::OnDevice;
+use super::step::LEAST_REACH;
 use crate::arch::{DecoderPlan, MixerPlan, RouterPlan};
 use crate::cuda::{
     AddGatedArgs, Centre, DecodeKernels, EmbedArgs, GateArgs, GemvArgs, GemvWeight, GivenExperts,
@@ -31,8 +32,6 @@ use crate::error::Error;
 
 /// Error words besides the routers'.
 const OTHER_ERRORS: usize = 2;
-/// Shorter sequences have the reach of this one.
-const LEAST_REACH: usize = 512;
 
 /// Kernels and buffers of a decoder's fused steps.
 pub struct Fused {

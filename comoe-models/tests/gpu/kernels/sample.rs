@@ -42,6 +42,7 @@ impl Device {
             vocab: logits.len(),
             settings,
             history: others[2].address(),
+            history_len: history.len(),
             position: others[3].address(),
             ahead: history.len().max(4) - 3,
             uniforms: others[1].address(),
@@ -106,6 +107,8 @@ fn tokens_are_those_of_the_host() {
                 let mut host = Sampler::new(options.clone()).expect("options");
                 for step in 0..steps {
                     let want = host.sample(&logits, &history).expect("a token");
+                    // Every other time the position is far behind the end of the history.
+                    device.args.ahead ^= 1 << 20;
                     let have = device.token(step);
                     assert_eq!(have, (want, 0), "{vocab} {dtype:?}, {options:?}, shape {shape}, step {step}");
                 }

@@ -1,7 +1,10 @@
 //! Sizes as people type them: `900K`, `12G`, `1.5GiB`.
 
 /// Reads a size in bytes. Units are binary, as memory is sold: K = 1024 bytes, M, G, T; `KB` and `KiB` mean the same.
-pub(crate) fn parse_size(text: &str) -> Result<u64, String> {
+///
+/// # Errors
+/// What is wrong with the text, for people to read.
+pub fn parse_size(text: &str) -> Result<u64, String> {
     let bad = || format!("{text:?} is no size: use a number with K, M, G or T, such as 900K or 12G");
     let text_lower = text.trim().to_ascii_lowercase();
     let split = text_lower.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text_lower.len());
