@@ -103,7 +103,7 @@ pub(crate) struct DecodeArgs {
     #[arg(long)]
     pub(crate) resident: bool,
     /// Most RAM for the experts of --store, such as 2G, on the CPU the slots included; the others are read from disk.
-    #[arg(long, value_name = "SIZE", value_parser = parse_size)]
+    #[arg(long, value_name = "SIZE", value_parser = parse_size, requires = "store")]
     pub(crate) ram: Option<u64>,
     /// Who drives the steps: auto, host or device.
     #[arg(long, default_value = "auto")]
@@ -119,13 +119,13 @@ pub(crate) struct DecodeArgs {
     #[arg(long, value_enum)]
     pub(crate) trigger: Option<TriggerArg>,
     /// Tokens measured.
-    #[arg(long, default_value_t = 64)]
+    #[arg(long, default_value_t = 64, value_parser = parse_count)]
     pub(crate) steps: usize,
     /// Tokens of the prompt, which touches every expert.
-    #[arg(long, default_value_t = 256)]
+    #[arg(long, default_value_t = 256, value_parser = parse_count)]
     pub(crate) prompt: usize,
     /// Tokens one by one before the first that is measured.
-    #[arg(long, default_value_t = 24)]
+    #[arg(long, default_value_t = 24, value_parser = parse_count_or_none)]
     pub(crate) warm_up: usize,
     /// One JSON object a run, instead of tables.
     #[arg(long)]
@@ -149,7 +149,7 @@ pub(crate) struct DecodeArgs {
     #[arg(long)]
     pub(crate) profile: bool,
     /// On a GPU, length of the sequence where what is measured begins, in tokens.
-    #[arg(long, default_value_t = 512)]
+    #[arg(long, default_value_t = 512, value_parser = parse_count_or_none)]
     pub(crate) length: usize,
     /// Draw tokens a second and hits against slots to this SVG.
     #[arg(long, value_name = "FILE")]
@@ -181,7 +181,7 @@ pub(crate) struct PrefillArgs {
     #[command(flatten)]
     pub(crate) model: ModelArgs,
     /// Tokens of a prompt; several, separated by commas, are measured one after the other.
-    #[arg(long, value_delimiter = ',', default_value = "512,2048,8192")]
+    #[arg(long, value_delimiter = ',', default_value = "512,2048,8192", value_parser = parse_count)]
     pub(crate) prompt: Vec<usize>,
     /// Slots for each layer; several, separated by commas. 0: the fewest that a cache takes, of which none is found again.
     #[arg(long, value_delimiter = ',', default_value = "0,16,64")]
@@ -193,7 +193,7 @@ pub(crate) struct PrefillArgs {
     #[arg(long)]
     pub(crate) ring: Option<u64>,
     /// Prompts of each length that are measured, behind one that is not.
-    #[arg(long, default_value_t = 3)]
+    #[arg(long, default_value_t = 3, value_parser = parse_count)]
     pub(crate) repeats: usize,
     /// One JSON object for each length and number of slots, instead of a table.
     #[arg(long)]
@@ -240,7 +240,7 @@ pub(crate) struct ReadingArgs {
     /// A packed store, as `synth` or `comoe pack` writes it.
     pub(crate) store: PathBuf,
     /// Threads that read; several, separated by commas, are measured one after the other.
-    #[arg(long, value_delimiter = ',', default_value = "1,2,4,8,16")]
+    #[arg(long, value_delimiter = ',', default_value = "1,2,4,8,16", value_parser = parse_count)]
     pub(crate) threads: Vec<usize>,
     /// Most bytes that are read for each row, such as 1G.
     #[arg(long, value_name = "SIZE", value_parser = parse_size, default_value = "1G")]
@@ -273,6 +273,19 @@ pub(crate) struct FormatsArgs {
     /// One JSON object a format, instead of a table.
     #[arg(long)]
     pub(crate) json: bool,
+}
+
+/// Tokens, or whatever else is counted: more than anybody has time for are a mistake.
+const MOST: usize = 1 << 20;
+
+fn parse_count_or_none(text: &str) -> std::result::Result<usize, String> {
+    let found = text.parse().ok().filter(|n| *n <= MOST);
+    found.ok_or_else(|| format!("expected a number up to {MOST}"))
+}
+
+fn parse_count(text: &str) -> std::result::Result<usize, String> {
+    let found = parse_count_or_none(text).ok().filter(|n| *n > 0);
+    found.ok_or_else(|| format!("expected a number from 1 to {MOST}"))
 }
 
 #[derive(Debug, Clone, Copy, ValueEnum)]

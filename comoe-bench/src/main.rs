@@ -1,9 +1,10 @@
 //! `comoe-bench`: measures what needs a big model or a GPU. The criterion benches are under `benches/`.
 
 mod args;
+mod out;
 mod show;
 
-use std::io::{IsTerminal, Write};
+use std::io::{ErrorKind, IsTerminal, Write};
 use std::path::Path;
 use std::process::{Command, ExitCode};
 use std::sync::Arc;
@@ -28,6 +29,7 @@ use comoe_core::{DriverKind, PeerAccess, Prefetch, PrefetchTrigger};
 use crate::args::{
     Args, Ask, DecodeArgs, FormatsArgs, MemoryArgs, PrefillArgs, ReadingArgs, SynthArgs, TransferArgs,
 };
+use crate::out::out;
 use crate::show::{heading, show_decode, show_formats, show_prefill, show_steps};
 
 fn main() -> ExitCode {
@@ -40,6 +42,12 @@ fn main() -> ExitCode {
         Ask::Reading(args) => reading(&args),
         Ask::Formats(args) => formats_of_tiny(&args),
     };
+    let result = result.and_then(|()| match out::failure() {
+        Some(error) => {
+            Err(Error::io("standard output", std::io::Error::new(error.kind(), error.to_string())))
+        }
+        None => Ok(()),
+    });
     match result {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
@@ -51,7 +59,7 @@ fn main() -> ExitCode {
 
 fn print_json<T: serde::Serialize>(value: &T) -> Result<()> {
     let text = serde_json::to_string(value).map_err(|e| Error::io("stdout", e.into()))?;
-    println!("{text}");
+    out!("{text}");
     Ok(())
 }
 
@@ -82,7 +90,7 @@ fn synth_store(args: &SynthArgs) -> Result<()> {
     if show {
         eprintln!();
     }
-    println!(
+    out!(
         "{}: {} experts in {} layers of {}, {}, {:.2} GB in {seconds:.1} s ({:.2} GB/s, on the disk when done)",
         args.output.display(),
         shape.layers * shape.experts,
@@ -143,24 +151,33 @@ fn decode_shape(args: &DecodeArgs) -> Result<()> {
             ),
         }
     }
+    let wants_stepped = [
+        ("--replay", args.replay.is_some()),
+        ("--no-reuse", args.no_reuse),
+        ("--no-graph", args.no_graph),
+        ("--profile", args.profile),
+    ];
+    if let Some((option, _)) = wants_stepped.into_iter().find(|&(_, asked)| asked && !stepped) {
+        let with = format!("with --prefetch {} --driver {}", args.prefetch, args.driver);
+        let (value, expected) = match whole_on_gpu {
+            true => (with, "what the host driver brings by a table is measured otherwise"),
+            false => ("without a whole model on a GPU".to_owned(), "leave it out, or measure there"),
+        };
+        return Err(Error::BadOption { option, value, expected: expected.to_owned() });
+    }
+    for path in [&args.plot, &args.timeline].into_iter().flatten() {
+        writable(path)?;
+    }
+    if args.timeline.is_some() && !also.is_empty() {
+        let (value, expected) = ("with --also".to_owned(), "it is taken on one GPU".to_owned());
+        return Err(Error::BadOption { option: "--timeline", value, expected });
+    }
     // The same dense part for every run, on the disk only while they last.
     let folder = tempfile::tempdir().map_err(|e| Error::io(std::env::temp_dir(), e))?;
     let dense = folder.path().join("dense.safetensors");
     if Part::from(args.part) == Part::Model {
         say("making the dense part");
         write_dense(&dense, &shape, args.model.seed)?;
-    }
-    if !stepped && (args.replay.is_some() || args.no_reuse || args.no_graph) {
-        return Err(Error::BadOption {
-            option: "--replay, --no-reuse and --no-graph",
-            value: String::new(),
-            expected: "they want a whole model on a GPU, without --prefetch correlation --driver host"
-                .to_owned(),
-        });
-    }
-    if args.timeline.is_some() && !also.is_empty() {
-        let (value, expected) = ("with --also".to_owned(), "it is taken on one GPU".to_owned());
-        return Err(Error::BadOption { option: "--timeline", value, expected });
     }
     let (mut measured, mut stepped_runs) = (Vec::new(), Vec::new());
     let mut spans = Vec::new();
@@ -242,6 +259,15 @@ fn decode_shape(args: &DecodeArgs) -> Result<()> {
         show_steps(&device, &stepped_runs);
     }
     write_pictures(args.plot.as_deref(), &plot, args.timeline.as_deref(), &spans)
+}
+
+/// Whether a file can be written there, known before anything is measured.
+fn writable(path: &Path) -> Result<()> {
+    let folder = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    match folder.is_dir() && !path.is_dir() {
+        true => Ok(()),
+        false => Err(Error::io(path, std::io::Error::new(ErrorKind::NotFound, "no file can be made there"))),
+    }
 }
 
 /// What a run has taken down, under its name.
@@ -374,13 +400,13 @@ fn transfer(args: &TransferArgs) -> Result<()> {
             format!("{:.0}", 100.0 * row.of_best),
         ]);
     }
-    println!("{table}");
+    out!("{table}");
     let mut table = Table::new(&["plain copies, MiB", "page-locked GB/s", "pageable GB/s"]);
     for t in &result.report.transfers {
         table.row([mib(t.bytes), format!("{:.1}", t.locked), format!("{:.1}", t.pageable)]);
     }
-    println!("{table}");
-    result.notes.iter().for_each(|note| println!("- {note}"));
+    out!("{table}");
+    result.notes.iter().for_each(|note| out!("- {note}"));
     Ok(())
 }
 
@@ -391,6 +417,9 @@ fn transfer(args: &TransferArgs) -> Result<()> {
 }
 
 fn reading(args: &ReadingArgs) -> Result<()> {
+    if args.arenas > 0 {
+        comoe_core::cuda_device(0)?;
+    }
     let rows = comoe_bench::reading::measure(&args.store, &args.threads, args.most)?;
     heading(&format!("Reading the experts of {}", args.store.display()), &Device::Cpu);
     let mut table =
@@ -401,7 +430,7 @@ fn reading(args: &ReadingArgs) -> Result<()> {
         let [[cold, cold_ms], [cached, cached_ms]] = [cold, cached];
         table.row([row.how.to_owned(), row.threads.to_string(), cold, cold_ms, cached, cached_ms]);
     }
-    println!("{table}");
+    out!("{table}");
     arenas(args)
 }
 
@@ -418,7 +447,7 @@ fn arenas(args: &ReadingArgs) -> Result<()> {
         let memory = arena.memory_per_record.map_or("?".to_owned(), |m| format!("{m:.3}"));
         table.row([how.to_owned(), format!("{:.2}", arena.gb_per_s), memory]);
     }
-    println!("{table}");
+    out!("{table}");
     Ok(())
 }
 
@@ -470,6 +499,6 @@ fn memory(args: &MemoryArgs) -> Result<()> {
             mib(m.peak_rss_anon as i64 - used as i64),
         ]);
     }
-    println!("{table}");
+    out!("{table}");
     Ok(())
 }

@@ -7,9 +7,11 @@ use comoe_bench::steps::Stepped;
 use comoe_bench::{formats, prefill};
 use comoe_models::PartTime;
 
+use crate::out::out;
+
 /// A line of Markdown above each table.
 pub(crate) fn heading(what: &str, device: &Device) {
-    println!("{what} ({}, {})\n", machine(device), today());
+    out!("{what} ({}, {})\n", machine(device), today());
 }
 
 /// What is brought ahead, how good guesses are where that is simulated, and what the clock says where it is asked.
@@ -66,7 +68,7 @@ pub(crate) fn show_steps(device: &Device, runs: &[Stepped]) {
             ]);
         }
     }
-    println!("{table}");
+    out!("{table}");
     for run in runs.iter().filter(|r| !r.parts.is_empty()) {
         let mut table = Table::new(&["part of a step", "times", "us", "us each", "MB", "GB/s"]);
         let each = |part: &PartTime| part.us / part.times.max(1) as f64;
@@ -91,14 +93,15 @@ pub(crate) fn show_steps(device: &Device, runs: &[Stepped]) {
             String::new(),
             String::new(),
         ]);
-        println!(
+        out!(
             "{} of {} slots, with a kernel behind each part that tells the time:\n\n{table}",
-            run.slots_per_layer[0], run.slots_per_layer[1]
+            run.slots_per_layer[0],
+            run.slots_per_layer[1]
         );
     }
     let mut notes: Vec<_> = runs.iter().flat_map(|m| &m.notes).collect();
     notes.dedup();
-    notes.iter().for_each(|note| println!("- {note}"));
+    notes.iter().for_each(|note| out!("- {note}"));
 }
 
 /// Where experts were, for the runs whose RAM is limited.
@@ -134,7 +137,7 @@ fn show_tiers(measured: &[Measured]) {
             m.digest.clone(),
         ]);
     }
-    println!("{table}");
+    out!("{table}");
 }
 
 pub(crate) fn show_decode(device: &Device, measured: &[Measured]) {
@@ -181,7 +184,7 @@ pub(crate) fn show_decode(device: &Device, measured: &[Measured]) {
             format!("{:.1}", m.load_s),
         ]);
     }
-    println!("{table}");
+    out!("{table}");
     show_tiers(measured);
     let mut table =
         Table::new(&["entropy of expert use, host's steps", "mean", "least even layer", "uniform draws"]);
@@ -194,7 +197,7 @@ pub(crate) fn show_decode(device: &Device, measured: &[Measured]) {
             format!("{:.4}", e.uniform),
         ]);
     }
-    println!("{table}");
+    out!("{table}");
     if measured.iter().any(|m| m.memory.is_some()) {
         let heads = [
             "GPU memory, MiB",
@@ -224,12 +227,12 @@ pub(crate) fn show_decode(device: &Device, measured: &[Measured]) {
                 range(memory.free),
             ]);
         }
-        println!("{table}");
-        println!("min..max: over the tokens measured; `+n` is the most less the least, in bytes.\n");
+        out!("{table}");
+        out!("min..max: over the tokens measured; `+n` is the most less the least, in bytes.\n");
     }
     let mut notes: Vec<_> = measured.iter().flat_map(|m| &m.notes).collect();
     notes.dedup();
-    notes.iter().for_each(|note| println!("- {note}"));
+    notes.iter().for_each(|note| out!("- {note}"));
 }
 
 pub(crate) fn show_prefill(device: &Device, measured: &[prefill::Measured], link: Option<f64>) {
@@ -257,9 +260,9 @@ pub(crate) fn show_prefill(device: &Device, measured: &[prefill::Measured], link
             format!("{:.0}", 100.0 * m.hit_rate),
         ]);
     }
-    println!("{table}");
+    out!("{table}");
     if let Some(link) = link {
-        println!("link %: the time that the bytes take at {link:.1} GB/s, of the prompt's time.\n");
+        out!("link %: the time that the bytes take at {link:.1} GB/s, of the prompt's time.\n");
     }
 }
 
@@ -296,5 +299,5 @@ pub(crate) fn show_formats(device: &Device, pool: u64, measured: &[formats::Meas
             format!("{:.1}", 100.0 * m.same_choice),
         ]);
     }
-    println!("{table}");
+    out!("{table}");
 }

@@ -100,6 +100,9 @@ pub(crate) struct PlanArgs {
 pub(crate) struct PullArgs {
     /// The model's name: ORG/NAME, or ORG/NAME@REVISION for a branch, tag or commit
     pub(crate) model: String,
+    /// Also read what is here already, and fetch again what is damaged
+    #[arg(long)]
+    pub(crate) check: bool,
     /// Print nothing but the folder, and errors
     #[arg(long, short)]
     pub(crate) quiet: bool,

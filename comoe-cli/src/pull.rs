@@ -10,7 +10,7 @@ use crate::output::Answers;
 /// # Errors
 /// Those of [`hub::pull`].
 pub(crate) fn run(args: &PullArgs) -> Result<()> {
-    let folder = hub::pull(&args.model.parse()?, args.quiet)?;
+    let folder = hub::pull(&args.model.parse()?, args.quiet, args.check)?;
     let mut out = Answers::new();
     out.piece(&folder.display().to_string());
     out.end()

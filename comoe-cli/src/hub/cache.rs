@@ -174,6 +174,7 @@ pub(crate) fn cached(root: &Path) -> Result<Vec<Cached>> {
                 partial += length;
             }
         }
+        bytes += plain_bytes(&folder.join("snapshots"))?;
         let mut snapshots = BTreeMap::new();
         let refs = folder.join("refs");
         for (revision, commit) in files_below(&refs, &refs)? {
@@ -192,6 +193,21 @@ pub(crate) fn cached(root: &Path) -> Result<Vec<Cached>> {
     }
     found.sort_by(|a, b| a.name.cmp(&b.name));
     Ok(found)
+}
+
+/// Bytes of files below a folder that are no links: some tools put contents there.
+fn plain_bytes(folder: &Path) -> Result<u64> {
+    // Where links are second names of contents, these are counted already.
+    if cfg!(not(unix)) {
+        return Ok(0);
+    }
+    let mut bytes = 0;
+    for path in entries(folder)? {
+        let Ok(found) = fs::symlink_metadata(&path) else { continue };
+        bytes += if found.is_dir() { plain_bytes(&path)? } else { 0 };
+        bytes += if found.is_file() { found.len() } else { 0 };
+    }
+    Ok(bytes)
 }
 
 /// What a folder holds; nothing when it is not there.
@@ -231,6 +247,18 @@ mod tests {
 
     fn model(root: &Path) -> ModelCache {
         ModelCache::new(root, &"org/name@refs/pr/1".parse().unwrap())
+    }
+
+    #[cfg(unix)]
+    #[test]
+    fn files_that_are_no_links_are_counted_too() {
+        let root = tempfile::tempdir().unwrap();
+        let folder = root.path().join("models--org--name");
+        put(&folder.join("blobs/a"), "12345");
+        put(&folder.join("snapshots").join(COMMIT).join("sub/plain"), "123");
+        std::os::unix::fs::symlink("../../blobs/a", folder.join("snapshots").join(COMMIT).join("link"))
+            .unwrap();
+        assert_eq!(cached(root.path()).unwrap()[0].bytes, 8);
     }
 
     fn put(path: &Path, text: &str) {

@@ -28,6 +28,8 @@ pub(super) struct Fetch<'a> {
     pub(super) cache: &'a ModelCache,
     pub(super) commit: &'a str,
     pub(super) progress: &'a Progress,
+    /// Read what is here already, and fetch it again where it is damaged.
+    pub(super) check: bool,
 }
 
 /// How a file's growth ended.
@@ -80,7 +82,7 @@ impl Fetch<'_> {
         let _lock = self.cache.lock(&file.content, || {
             self.progress.say(&format!("note: {}: another download of it is under way; waiting", file.path));
         })?;
-        if length(&blob) == Some(file.size) {
+        if length(&blob) == Some(file.size) && self.is_sound(file, &blob) {
             bar.had(file.size);
         } else {
             if let Some(folder) = blob.parent() {
@@ -111,6 +113,23 @@ impl Fetch<'_> {
         }
         self.cache.link(self.commit, &file.path, &file.content)?;
         Ok(())
+    }
+
+    /// Whether the content in `blob` is believed.
+    fn is_sound(&self, file: &RemoteFile, blob: &Path) -> bool {
+        if !self.check {
+            return true;
+        }
+        let mut hasher = file.content.hasher(file.size);
+        let read = File::open(blob).and_then(|mut open| hasher.update_from(&mut open));
+        let sound = read.map(|()| hasher.check(&file.content).is_ok()).unwrap_or_else(|e| {
+            self.progress.say(&format!("note: {}: {e}", file.path));
+            false
+        });
+        if !sound {
+            self.progress.say(&format!("note: {} is damaged; fetching it again", file.path));
+        }
+        sound
     }
 
     /// Fetches what `part` lacks of the file.

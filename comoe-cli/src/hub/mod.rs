@@ -55,17 +55,18 @@ pub(crate) fn find(name: &RepoName, quiet: bool) -> Result<PathBuf> {
                     places.cache.display()
                 );
             }
-            fetch(&places, name, quiet)
+            fetch(&places, name, quiet, false)
         }
     }
 }
 
-/// Brings the newest files of a model's revision; its folder.
+/// Brings the newest files of a model's revision; its folder. With `check`, what is here already is read, and fetched again
+/// where it is damaged.
 ///
 /// # Errors
 /// Says what to do: about a repository that is missing, gated or holds no model of a family that works, about the
 /// network, about the disk.
-pub(crate) fn pull(name: &RepoName, quiet: bool) -> Result<PathBuf> {
+pub(crate) fn pull(name: &RepoName, quiet: bool, check: bool) -> Result<PathBuf> {
     let places = HubPlaces::from_env()?;
     let whole = ModelCache::new(&places.cache, name).whole();
     if places.offline
@@ -75,7 +76,7 @@ pub(crate) fn pull(name: &RepoName, quiet: bool) -> Result<PathBuf> {
         return Ok(folder);
     }
     offline(&places, name, whole.err().unwrap_or_default())?;
-    fetch(&places, name, quiet)
+    fetch(&places, name, quiet, check)
 }
 
 fn offline(places: &HubPlaces, name: &RepoName, missing: String) -> Result<()> {
@@ -98,7 +99,7 @@ struct Known {
 
 impl Known {
     /// Asks the hub. A model that cannot run is refused before its weights are fetched.
-    fn ask(places: &HubPlaces, name: &RepoName) -> Result<Self> {
+    fn ask(places: &HubPlaces, name: &RepoName, check: bool) -> Result<Self> {
         let client = Client::new(places, name.clone())?;
         let cache = ModelCache::new(&places.cache, name);
         let listing = client.list()?;
@@ -117,7 +118,7 @@ impl Known {
         let progress = Progress::new(first.len(), first.iter().map(|f| f.size).sum(), true);
         let bytes = first.iter().map(|f| f.size).fold(0, u64::saturating_add);
         check_space(name, &cache.snapshot(commit), bytes)?;
-        Fetch { client: &client, cache: &cache, commit, progress: &progress }.all(&first)?;
+        Fetch { client: &client, cache: &cache, commit, progress: &progress, check }.all(&first)?;
         let snapshot = cache.snapshot(commit);
         arch::plan(&ConfigFile::of_model(&snapshot)?)?;
         let index = small.contains(&select::INDEX).then(|| snapshot.join(select::INDEX));
@@ -152,7 +153,7 @@ pub(crate) fn headers(name: &RepoName, quiet: bool) -> Result<std::result::Resul
         Err(missing) => missing,
     };
     offline(&places, name, missing)?;
-    let known = Known::ask(&places, name)?;
+    let known = Known::ask(&places, name, false)?;
     let snapshot = known.cache.snapshot(&known.listing.commit);
     let small = [select::CONFIG, select::INDEX].map(|f| snapshot.join(f));
     let small: Vec<PathBuf> = small.into_iter().filter(|path| path.is_file()).collect();
@@ -169,8 +170,8 @@ pub(crate) fn headers(name: &RepoName, quiet: bool) -> Result<std::result::Resul
     Ok(Err(folder))
 }
 
-fn fetch(places: &HubPlaces, name: &RepoName, quiet: bool) -> Result<PathBuf> {
-    let known = Known::ask(places, name)?;
+fn fetch(places: &HubPlaces, name: &RepoName, quiet: bool, check: bool) -> Result<PathBuf> {
+    let known = Known::ask(places, name, check)?;
     let Known { client, cache, listing, small, weights } = &known;
     let commit = listing.commit.as_str();
     let snapshot = cache.snapshot(commit);
@@ -178,7 +179,7 @@ fn fetch(places: &HubPlaces, name: &RepoName, quiet: bool) -> Result<PathBuf> {
     files.extend(known.describe(weights)?);
     let bytes = files.iter().map(|f| f.size).fold(0, u64::saturating_add);
     let progress = Progress::new(files.len(), bytes, quiet);
-    let fetch = Fetch { client, cache, commit, progress: &progress };
+    let fetch = Fetch { client, cache, commit, progress: &progress, check };
     let lacking = fetch.lacking(&files);
     check_space(name, &snapshot, lacking)?;
     if lacking > 0 && !quiet {
@@ -193,7 +194,10 @@ fn fetch(places: &HubPlaces, name: &RepoName, quiet: bool) -> Result<PathBuf> {
     if !quiet {
         let rate = human_bytes((fetched as f64 / took.as_secs_f64()) as u64);
         match fetched {
-            0 => say!("{name}: all {} files are here already ({})", files.len(), human_bytes(bytes)),
+            0 => {
+                let whole = if check { ", and whole" } else { "" };
+                say!("{name}: all {} files are here already ({}){whole}", files.len(), human_bytes(bytes));
+            }
             _ => say!(
                 "{name}: {} files, {}; {} fetched in {} ({rate}/s)",
                 files.len(),

@@ -65,7 +65,7 @@ fn conforms_with_a_partial_arena() {
     conforms(&device(), options(|o| o.page_lock_limit = Some(100_000)));
 }
 
-/// A driver that knows no batches. So also what initcheck knows of: it takes what a batch has copied for never written.
+/// A driver that knows no batches.
 #[test]
 #[ignore = "needs a CUDA device"]
 fn conforms_with_copies_one_by_one() {

@@ -3,12 +3,13 @@
 use std::time::Instant;
 
 use candle_core::{DType, Device};
+use comoe_core::backend::cuda::Faults;
 use comoe_core::backend::{DriverKind, SlotId};
 use comoe_core::{
     CacheOptions, Capacity, CudaOptions, Error, ExpertCache, ExpertFormat, ExpertSpec, Rules, cuda_memory,
 };
 
-use crate::backend::{Model, cache, device, forward, same};
+use crate::backend::{Model, cache, device, forward, same, with_faults};
 use crate::conformance::{Experts, Noise};
 
 const MIB: u64 = 1 << 20;
@@ -121,6 +122,33 @@ fn slots_come_back_as_far_as_there_is_memory() {
         backend.synchronize().expect("works");
         backend.write_slot(SlotId(127), &[1; 4096]).expect("it has memory");
     });
+}
+
+/// A driver that cannot map memory: the pool is what it was built with, and says so. So also what compute-sanitizer's initcheck
+/// knows of: what is copied into mapped memory it takes for never written.
+#[test]
+#[ignore = "needs a CUDA device"]
+fn a_driver_that_cannot_map_memory_has_a_fixed_pool() {
+    let device = device();
+    let experts = Experts::random(ExpertSpec::swiglu(256, 128), ExpertFormat::INT4, LAYERS, EXPERTS, 5);
+    let cuda = with_faults(Faults { no_mapping: true, ..Faults::default() });
+    let of = |slots| {
+        let capacity = Capacity::Slots(slots);
+        let options =
+            CacheOptions { capacity, top_k: TOP_K, driver: DriverKind::Host, ..CacheOptions::default() };
+        cache(&experts, &device, options, &cuda, Rules::default())
+    };
+    let (few, resident) = (of(20), of(LAYERS * EXPERTS));
+    let model = Model { device: &device, hidden: 256, layers: LAYERS, experts: EXPERTS, top_k: TOP_K };
+    let mut noise = Noise(6);
+    for step in 0..60 {
+        let call = model.call(step, [1, 1, 3, 40][step % 4], DType::BF16, &mut noise);
+        let want = forward(&resident, &call).expect("resident");
+        assert!(same(&forward(&few, &call).expect("a step"), &want), "step {step}");
+    }
+    few.check().expect("slots equal the store");
+    assert!(matches!(few.resize(18), Err(Error::FixedSlots { .. })));
+    assert_eq!(few.slots_in_force().slots, 20);
 }
 
 /// A prompt that finds no memory for its activations gets it from the slots.

@@ -126,6 +126,29 @@ fn another_content_is_never_taken() {
 }
 
 #[test]
+fn a_file_that_was_damaged_later_is_found_and_fetched_again_when_asked() {
+    let files = tiny();
+    let hub = Hub::new(files.clone());
+    let machine = Machine::new(&hub);
+    machine.pull().answer();
+    // One with a SHA-256, and one with git's hash.
+    for name in [FIRST, "config.json"] {
+        let blob = std::fs::canonicalize(machine.snapshot().join(name)).unwrap();
+        let mut bytes = std::fs::read(&blob).unwrap();
+        bytes[..10].fill(b'x');
+        std::fs::write(&blob, bytes).unwrap();
+    }
+    let again = machine.run(&["pull", REPO, "--check"]);
+    again.answer();
+    assert!(again.stderr.contains(&format!("{FIRST} is damaged")), "{}", again.stderr);
+    machine.has_whole(&files);
+    let fetched = hub.fetched().len();
+    let whole = machine.run(&["pull", REPO, "--check"]);
+    assert!(whole.stderr.contains("and whole"), "{}", whole.stderr);
+    assert_eq!(hub.fetched().len(), fetched, "nothing was fetched");
+}
+
+#[test]
 fn what_a_broken_disk_left_is_not_believed() {
     let files = tiny();
     let hub = Hub::new(files.clone());

@@ -279,7 +279,10 @@ impl Backend for CudaBackend {
             let reason = format!("{what} are more than an address space");
             return Err(Error::BadArgument { what: "slots", reason });
         }
-        let slab = Slab::of_slots(&self.gpu, &what, slots, slot_bytes)?;
+        let slab = match self.options.faults.no_mapping {
+            true => Slab::new(&self.gpu, &what, slots * slot_bytes)?,
+            false => Slab::of_slots(&self.gpu, &what, slots, slot_bytes)?,
+        };
         let slots = Slots { base: slab.address(), stride: slot_bytes, count: slots };
         self.slab = Some(slab);
         let options = self.options.clone();

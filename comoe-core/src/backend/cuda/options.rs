@@ -128,6 +128,8 @@ pub struct Faults {
     pub poison: bool,
     /// Copies records one by one, as with a driver older than CUDA 12.8.
     pub no_batches: bool,
+    /// Slots are one allocation, as with a driver that cannot map memory.
+    pub no_mapping: bool,
     /// Breaks the transfer of this record half-way.
     pub fail_half_way: Option<RecordIndex>,
     /// Holds the compute queue up for so long, before its step with this number (from 1).

@@ -349,6 +349,7 @@ fn sampling() {
                 vocab: VOCAB,
                 settings: SampleSettings { options, logit_scale: 1.0, logit_cap: None },
                 history: history.address(),
+                history_len: 8192,
                 position: position.address(),
                 ahead: 1,
                 uniforms: uniforms.address(),
