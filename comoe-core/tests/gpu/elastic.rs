@@ -124,8 +124,7 @@ fn slots_come_back_as_far_as_there_is_memory() {
     });
 }
 
-/// A driver that cannot map memory: the pool is what it was built with, and says so. So also what compute-sanitizer's initcheck
-/// knows of: what is copied into mapped memory it takes for never written.
+/// A driver that cannot map memory: the pool is what it was built with, and says so.
 #[test]
 #[ignore = "needs a CUDA device"]
 fn a_driver_that_cannot_map_memory_has_a_fixed_pool() {
