@@ -269,7 +269,8 @@ impl Pool {
     }
 
     /// Staging slots that are free.
-    pub fn staging_left(&self) -> usize {
+    #[cfg(test)]
+    pub(crate) fn staging_left(&self) -> usize {
         self.staging_free.len()
     }
 
