@@ -10,6 +10,7 @@ use comoe_core::{Capacity, DriverKind, ExpertFormat, PolicyKind, Prefetch, Resid
 use comoe_models::{DenseFormat, KvFormat};
 
 use crate::device::DeviceChoice;
+use crate::error::Error;
 use crate::quality::QualityArgs;
 use crate::trace::TraceCommand;
 use comoe_core::size::parse_size;
@@ -73,7 +74,7 @@ pub(crate) struct PlanArgs {
     #[command(flatten)]
     pub(crate) model: ModelArgs,
     /// Sequences side by side, each with a KV cache of its own
-    #[arg(long, value_name = "N", default_value_t = 1, value_parser = parse_positive, help_heading = "Plan")]
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = parse_batch, help_heading = "Plan")]
     pub(crate) batch: usize,
     /// A recorded trace of the model, played to know the hits [default: what is assumed is said]
     #[arg(long, value_name = "FILE", help_heading = "Plan")]
@@ -232,7 +233,7 @@ pub(crate) struct ModelArgs {
     /// [default: the model's, at most 4096]
     #[arg(long, visible_alias = "ctx", value_name = "N", value_parser = parse_positive, help_heading = "Experts and memory")]
     pub(crate) context: Option<usize>,
-    /// Tokens of context that a talk may grow to [default: the model's]
+    /// Most tokens of context, which a talk may grow to; --context is no more than it [default: the model's]
     #[arg(long, value_name = "N", value_parser = parse_positive, help_heading = "Experts and memory")]
     pub(crate) context_limit: Option<usize>,
     /// Experts to keep in the pool, in all layers together; of several devices each has as many, or N,M,.. in their order
@@ -314,6 +315,19 @@ pub(crate) struct ModelArgs {
 }
 
 impl ModelArgs {
+    /// Sees that the options do not contradict each other.
+    ///
+    /// # Errors
+    /// Names those that do.
+    pub(crate) fn check(&self) -> crate::error::Result<()> {
+        match (self.context, self.context_limit) {
+            (Some(context), Some(limit)) if limit < context => {
+                Err(Error::ContextOverLimit { context, limit })
+            }
+            _ => Ok(()),
+        }
+    }
+
     /// The room asked for, by device where it is not the same on all; none leaves the choice to the program.
     pub(crate) fn capacities(&self) -> Vec<Capacity> {
         let slots = self.slots.iter().map(|&n| Capacity::Slots(n));
@@ -340,6 +354,16 @@ pub(crate) fn parse_positive(text: &str) -> Result<usize, String> {
     match text.parse() {
         Ok(n) if n > 0 => Ok(n),
         _ => Err("expected a whole number of at least 1".into()),
+    }
+}
+
+/// Most sequences side by side that can be planned for.
+const MOST_BATCH: usize = 1 << 16;
+
+fn parse_batch(text: &str) -> Result<usize, String> {
+    match text.parse() {
+        Ok(n @ 1..=MOST_BATCH) => Ok(n),
+        _ => Err(format!("expected a whole number from 1 to {MOST_BATCH}")),
     }
 }
 
@@ -502,6 +526,26 @@ mod tests {
             &["--no-page-lock", "--page-lock-limit=1G"],
         ] {
             assert!(parsed(bad).is_err(), "{bad:?}");
+        }
+    }
+
+    #[test]
+    fn a_context_is_no_longer_than_its_limit() {
+        let check = |args: &[&str]| generate(args).unwrap().model.check();
+        for fine in
+            [&["--context-limit=20"][..], &["--context=20", "--context-limit=20"], &["--context=21"], &[]]
+        {
+            check(fine).unwrap();
+        }
+        let e = check(&["--context=21", "--context-limit=20"]).unwrap_err().to_string();
+        assert!(e.contains("--context 21") && e.contains("--context-limit 20"), "{e}");
+    }
+
+    #[test]
+    fn sequences_side_by_side_are_bounded() {
+        assert_eq!((parse_batch("1"), parse_batch("65536")), (Ok(1), Ok(1 << 16)));
+        for bad in ["0", "65537", "4611686018427387904", "-1", "x", ""] {
+            assert!(parse_batch(bad).unwrap_err().contains("1 to 65536"), "{bad}");
         }
     }
 

@@ -20,10 +20,19 @@ pub(crate) enum Error {
     NoModelFolder { path: PathBuf, source: io::Error },
 
     #[error(
-        "{} is a file; give the folder of a model, with config.json in it, a file that `comoe pack` wrote, or a .gguf file",
+        "{} is a file; give the folder of a model, with config.json in it, a .safetensors file that `comoe pack` wrote, or \
+         a .gguf file",
         path.display()
     )]
     ModelIsAFile { path: PathBuf },
+
+    #[error(
+        "{} is a folder without config.json; give the folder of a model, with config.json, tokenizer.json and .safetensors \
+         files, or a packed or .gguf file{}",
+        path.display(),
+        if *hides { ", or remove the folder to have the hub's model of that name" } else { "" }
+    )]
+    NoConfig { path: PathBuf, hides: bool },
 
     #[error(
         "comoe-tiny was not found (looked for {}); give the folder of a model",
@@ -50,6 +59,11 @@ pub(crate) enum Error {
         first_of(parts)
     )]
     Differs { path: PathBuf, parts: Vec<String> },
+
+    #[error(
+        "--context {context} is more than --context-limit {limit}: ask for a smaller context, or allow more"
+    )]
+    ContextOverLimit { context: usize, limit: usize },
 
     /// An option whose value no model could make right.
     #[error("{0}")]
@@ -128,6 +142,7 @@ impl Error {
     pub(crate) fn exit_code(&self) -> ExitCode {
         match self {
             Self::Usage(_)
+            | Self::ContextOverLimit { .. }
             | Self::FarSighted { .. }
             | Self::DecodeTooMany { .. }
             | Self::PackName { .. }

@@ -75,6 +75,7 @@ fn load_with<M: AsRef<Decoder>>(
     args: &ModelArgs,
     quiet: bool,
 ) -> Result<Loaded<M>> {
+    args.check()?;
     let cache = CacheFolder::open();
     let say_where = || {
         if let Some(note) = &cache.note {

@@ -64,16 +64,33 @@ fn given(path: &Path) -> Result<PathBuf> {
     match std::fs::metadata(path) {
         Err(source) => Err(Error::NoModelFolder { path: path.to_owned(), source }),
         Ok(meta) if !meta.is_dir() && !is_gguf(path) => packed(path),
+        Ok(meta) if meta.is_dir() && !is_model_folder(path) => {
+            let hides = path.to_str().is_some_and(|name| name.parse::<RepoName>().is_ok());
+            Err(Error::NoConfig { path: path.to_owned(), hides })
+        }
         Ok(_) => Ok(path.to_owned()),
     }
 }
 
+/// Whether a folder has a configuration, or a GGUF file, which does without.
+fn is_model_folder(folder: &Path) -> bool {
+    let has_gguf = || {
+        let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
+        entries.into_iter().any(|entry| is_gguf(&entry.path()))
+    };
+    folder.join(CONFIG).exists() || has_gguf()
+}
+
 /// A packed file that is whole, as far as its header tells.
 fn packed(path: &Path) -> Result<PathBuf> {
-    if path.extension().is_none_or(|e| e != "safetensors") {
+    let named = path.extension().is_some_and(|e| e == "safetensors");
+    // Opening a pipe would wait for its writer.
+    if !named && !path.is_file() {
         return Err(Error::ModelIsAFile { path: path.to_owned() });
     }
     match PackedFile::open(path) {
+        Ok(_) if !named => Err(Error::PackName { path: path.to_owned() }),
+        Err(_) if !named => Err(Error::ModelIsAFile { path: path.to_owned() }),
         Ok(_) => Ok(path.to_owned()),
         Err(comoe_core::Error::NotPacked { .. }) => Err(Error::ModelIsAFile { path: path.to_owned() }),
         Err(e) => Err(e.into()),
@@ -157,7 +174,16 @@ mod tests {
     #[test]
     fn a_folder_given_must_be_one_and_a_file_one_that_is_a_model() {
         let root = tempfile::tempdir().unwrap();
-        assert_eq!(given(root.path()).unwrap(), root.path());
+        let e = given(root.path()).unwrap_err().to_string();
+        assert!(e.contains("without config.json; give the folder") && !e.contains("hub"), "{e}");
+        // Of the crate's own folders, one that looks like a name on the hub.
+        let e = given(Path::new("src/hub")).unwrap_err().to_string();
+        assert!(
+            e.contains("src/hub is a folder without config.json") && e.contains("the hub's model"),
+            "{e}"
+        );
+        put_model(&root.path().join("m"));
+        assert_eq!(given(&root.path().join("m")).unwrap(), root.path().join("m"));
         let shard = b"\x02\0\0\0\0\0\0\0{}";
         for (name, bytes) in [("model.safetensors", &shard[..]), ("model.bin", b"")] {
             let file = root.path().join(name);

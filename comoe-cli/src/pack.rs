@@ -12,7 +12,7 @@ use crate::args::{Format, PackArgs};
 use crate::error::{Error, Result};
 use crate::load::{Bar, name_of_model};
 use crate::output::{Answers, say};
-use crate::quality::Quality;
+use crate::quality::{Measure, Quality};
 use crate::{model_path, sys};
 
 /// Writes the file, says what that cost, and prints its name.
@@ -32,9 +32,7 @@ pub(crate) fn run(args: &PackArgs) -> Result<()> {
     };
     check_target(&file, packer.bytes()?)?;
     // Before minutes of work.
-    if let Some(text) = &args.quality.evaluate {
-        std::fs::File::open(text).map_err(|source| Error::EvaluateText { path: text.clone(), source })?;
-    }
+    let measure = Measure::open(&args.quality, &model)?;
     let started = Instant::now();
     let bar = Bar::new();
     let report = packer.write(&file, &|done, total| bar.show(Progress::Convert { done, total }));
@@ -51,7 +49,11 @@ pub(crate) fn run(args: &PackArgs) -> Result<()> {
         );
     }
     let mut quality = Quality::new(&report.errors);
-    quality.measure((&model, packer.source_format()), &file, &args.quality)?;
+    // The file is there, however this goes, so its name is printed.
+    let measured = match measure {
+        Some(measure) => quality.measure((&model, packer.source_format()), &file, measure),
+        None => Ok(()),
+    };
     let mut out = Answers::new();
     if args.quality.json {
         let packed = Packed {
@@ -69,7 +71,8 @@ pub(crate) fn run(args: &PackArgs) -> Result<()> {
         }
         out.piece(&file.display().to_string());
     }
-    out.end()
+    out.end()?;
+    measured
 }
 
 /// What `--json` prints.

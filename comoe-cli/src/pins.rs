@@ -58,6 +58,14 @@ impl Pins {
         Ok(Some(Self { uses, kept: Some(path) }))
     }
 
+    /// Sees that [`Self::find`] would find what was asked for; what is learned from run to run is never wrong.
+    ///
+    /// # Errors
+    /// As [`Self::find`].
+    pub(crate) fn check(asked: Option<&Path>, folder: &Path) -> Result<()> {
+        Self::find(asked.filter(|asked| *asked != Path::new(AUTO)), folder).map(drop)
+    }
+
     /// The hottest first.
     pub(crate) fn experts(&self) -> Vec<ExpertId> {
         self.uses.as_ref().map_or_else(Vec::new, ExpertUses::hottest)

@@ -14,15 +14,15 @@ use comoe_models::{KvPart, LoadOptions, ModelPlan, Target};
 use serde::Serialize;
 
 use self::advice::Change;
-use self::devices::OnDevice;
+use self::devices::{Devices, OnDevice};
 use self::speed::Expected;
 use crate::args::PlanArgs;
-use crate::device::DeviceChoice;
 use crate::error::{Error, Result};
 use crate::load;
 use crate::memory::Memory;
 use crate::model_path::Planned;
 use crate::output::Answers;
+use crate::pins::Pins;
 
 /// Host memory that is left to others, at least, or a sixteenth of all: what page-locking leaves.
 const LEAVE_FREE: u64 = 2 << 30;
@@ -54,7 +54,7 @@ struct Report {
     /// Each of several devices; absent where there is one.
     #[serde(skip_serializing_if = "is_one")]
     devices: Vec<OnDevice>,
-    /// Whose share is less than was asked for, and why.
+    /// Where devices are not what one might think, and whose share is less than was asked for, and why.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     notes: Vec<String>,
     experts: Experts,
@@ -113,9 +113,10 @@ struct Ram {
 }
 
 pub(crate) fn run(args: &PlanArgs) -> Result<()> {
-    let on_gpu = !matches!(args.model.device, DeviceChoice::Cpu | DeviceChoice::Pools(_));
-    let rooms = devices::rooms(&args.model, on_gpu)?;
+    args.model.check()?;
     let model = Planned::find(args.model.model.as_deref(), args.quiet)?;
+    let Devices { on_gpu, rooms, notes } = Devices::find(&args.model)?;
+    Pins::check(args.model.pin.as_deref(), model.path())?;
     let name = match &model {
         Planned::Here(path) => load::name_of_model(path),
         Planned::Headers(_, name) => name.clone(),
@@ -124,7 +125,8 @@ pub(crate) fn run(args: &PlanArgs) -> Result<()> {
     let target = Target { on_gpu, batch: args.batch };
     let case = Case { path: model.path(), rooms: &rooms, target, options };
     let (plan, memory) = case.plan()?;
-    let report = Report::new(name, args, &case, &plan, &memory)?;
+    let mut report = Report::new(name, args, &case, &plan, &memory)?;
+    report.notes.splice(0..0, notes);
     let mut out = Answers::new();
     out.piece(&match args.json {
         // Strings, numbers and lists only: nothing in it can fail to be written.

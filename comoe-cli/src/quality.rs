@@ -10,11 +10,11 @@ use comoe_core::stats::human_bytes;
 use comoe_core::store::{LayerError, WeightErrors};
 use comoe_core::{CacheOptions, Capacity, ExpertFormat, cuda_memory};
 use comoe_models::evaluate::{Evaluation, EvaluationText, evaluate};
-use comoe_models::{Decoder, LoadOptions, Model};
+use comoe_models::{Decoder, LoadOptions};
 use serde::Serialize;
 
-use crate::device::{self, DeviceChoice};
-use crate::error::Result;
+use crate::device::{self, DeviceChoice, Opened};
+use crate::error::{Error, Result};
 use crate::load::{Bar, share_of};
 use crate::output::say;
 
@@ -31,6 +31,37 @@ pub(crate) struct QualityArgs {
     /// Print one JSON object: files, errors, and what was measured
     #[arg(long)]
     pub(crate) json: bool,
+}
+
+/// What a measurement is made with, all that can be wrong with it seen before there is work to lose.
+#[derive(Debug)]
+pub(crate) struct Measure {
+    opened: Opened,
+    text: EvaluationText,
+    /// Notes would not be seen.
+    json: bool,
+}
+
+impl Measure {
+    /// The device and the text asked for, read as the model of `source` reads it; `None` where nothing is to be measured.
+    ///
+    /// # Errors
+    /// For a device that cannot be used, a text that cannot be read or has nothing to measure, and a model without a
+    /// tokenizer.
+    pub(crate) fn open(args: &QualityArgs, source: &Path) -> Result<Option<Self>> {
+        let Some(path) = &args.evaluate else { return Ok(None) };
+        let opened = device::open(&args.device)?;
+        let text = EvaluationText::read(path, source).map_err(|e| match e {
+            comoe_models::Error::Io { path: of, source }
+            | comoe_models::Error::Core(comoe_core::Error::Io { path: of, source })
+                if of == *path =>
+            {
+                Error::EvaluateText { path: of, source }
+            }
+            e => e.into(),
+        })?;
+        Ok(Some(Self { opened, text, json: args.json }))
+    }
 }
 
 /// What was measured, as `--json` has it.
@@ -79,22 +110,18 @@ impl Quality {
         &mut self,
         (source, format): (&Path, ExpertFormat),
         file: &Path,
-        args: &QualityArgs,
+        Measure { opened, text, json }: Measure,
     ) -> Result<()> {
-        let Some(text) = &args.evaluate else { return Ok(()) };
-        let opened = device::open(&args.device)?;
         let device = opened.device;
         let bar = Bar::new();
-        let reference = Model::load(source, &device, &options(&device, format, 1)?, &|p| bar.show(p))?;
-        let text = EvaluationText::read(text, &reference)?;
+        let reference = Decoder::open(source, &device, &options(&device, format, 1)?, &|p| bar.show(p))?;
         let options = LoadOptions { format: None, ..options(&device, format, 0)? };
         let other = Decoder::open(file, &device, &options, &|p| bar.show(p))?;
-        let measured =
-            evaluate(reference.decoder(), &other, &text, &|done, total| bar.evaluating(done, total));
+        let measured = evaluate(&reference, &other, &text, &|done, total| bar.evaluating(done, total));
         bar.clear();
         let evaluation = measured?;
         // An evaluation needs one device; of several it takes the first.
-        for note in opened.notes.iter().filter(|_| !args.json) {
+        for note in opened.notes.iter().filter(|_| !json) {
             say!("note: {note}");
         }
         self.evaluation = Some(Evaluated { reference_format: format.to_string(), evaluation });

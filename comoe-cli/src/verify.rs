@@ -13,7 +13,7 @@ use crate::error::{Error, Result};
 use crate::load::Bar;
 use crate::model_path;
 use crate::output::Answers;
-use crate::quality::Quality;
+use crate::quality::{Measure, Quality};
 
 /// Reads the file, and the model that it is to be compared with, and prints what was found.
 ///
@@ -24,33 +24,39 @@ pub(crate) fn run(args: &VerifyArgs) -> Result<()> {
         return Err(Error::EvaluateAlone { path: args.file.clone() });
     }
     let packed = PackedFile::open(&args.file).map_err(Error::Core)?;
+    let source = args.against.as_deref().map(|source| model_path::find(Some(source), false)).transpose()?;
+    // Before minutes of reading.
+    let measure = source.as_deref().map(|source| Measure::open(&args.quality, source)).transpose()?.flatten();
     let bar = Bar::new();
     let started = Instant::now();
     let found = packed.verify(Some(&|done, total| bar.verifying(done, total)));
     bar.clear();
     let (found, took) = (found?, started.elapsed().as_secs_f64());
     if !found.differing.is_empty() {
-        let parts = found.differing.iter().map(ToString::to_string).collect();
+        let parts: Vec<String> = found.differing.iter().map(ToString::to_string).collect();
+        if args.quality.json {
+            let mut out = Answers::new();
+            out.piece(&verified(args, &found, None));
+            out.end()?;
+        }
         return Err(Error::Differs { path: args.file.clone(), parts });
     }
-    let quality = match &args.against {
+    let quality = match &source {
         None => None,
         Some(source) => {
-            let source = model_path::find(Some(source), false)?;
-            let packer = Packer::open(&source, None)?;
+            let packer = Packer::open(source, None)?;
             let errors = packer.errors_of(packed, &|done, total| bar.comparing(done, total));
             bar.clear();
             let mut quality = Quality::new(&errors?);
-            quality.measure((&source, packer.source_format()), &args.file, &args.quality)?;
+            if let Some(measure) = measure {
+                quality.measure((source, packer.source_format()), &args.file, measure)?;
+            }
             Some(quality)
         }
     };
     let mut out = Answers::new();
     if args.quality.json {
-        let file = &args.file;
-        let verified =
-            Verified { file, experts: found.experts, others: found.others, bytes: found.bytes, quality };
-        out.piece(&serde_json::to_string(&verified).unwrap_or_default());
+        out.piece(&verified(args, &found, quality));
         return out.end();
     }
     out.piece(&format!(
@@ -66,13 +72,27 @@ pub(crate) fn run(args: &VerifyArgs) -> Result<()> {
     out.end()
 }
 
-/// What `--json` prints.
+/// The object that `--json` prints.
+fn verified(args: &VerifyArgs, found: &comoe_core::store::Verified, quality: Option<Quality>) -> String {
+    let verified = Verified {
+        file: &args.file,
+        experts: found.experts,
+        others: found.others,
+        bytes: found.bytes,
+        differing: found.differing.iter().map(ToString::to_string).collect(),
+        quality,
+    };
+    serde_json::to_string(&verified).unwrap_or_default()
+}
+
 #[derive(Serialize)]
 struct Verified<'a> {
     file: &'a Path,
     experts: usize,
     others: usize,
     bytes: u64,
+    /// Names of all parts that are not as they were written.
+    differing: Vec<String>,
     #[serde(flatten)]
     quality: Option<Quality>,
 }

@@ -42,7 +42,8 @@ pub enum Error {
 
     /// A file ends before what its header promises.
     #[error(
-        "{} is truncated: its header promises {promised} bytes or more, it has {found}; download it again",
+        "{} is truncated: its header promises {promised} bytes or more, it has {found}; download it again, or pack it \
+         again if `comoe pack` wrote it",
         path.display()
     )]
     TruncatedFile {
@@ -64,7 +65,7 @@ pub enum Error {
     },
 
     /// A file that is no packed store.
-    #[error("{}: is no packed store; give a file that `comoe pack` wrote", path.display())]
+    #[error("{}: is no packed store; give a .safetensors file that `comoe pack` wrote", path.display())]
     NotPacked {
         /// The file.
         path: PathBuf,
@@ -303,16 +304,21 @@ pub enum Error {
 
     /// More device memory was asked for than may be taken.
     #[error(
-        "{device}: {slots} slots for experts need {}, but of the {} that may be taken {} go to the rest of the model: \
-         {most} slots fit; allow more, or give fewer slots, a smaller expert format (int8, int4), smaller dense weights \
-         (int8) or a shorter context",
-        human_bytes(*asked), human_bytes(*budget), human_bytes(*reserve)
+        "{device}: {} need {}, but of the {} that may be taken {} go to the rest of the model: {most} slots fit; allow \
+         more, or give {}fewer slots, a smaller expert format (int8, int4), smaller dense weights (int8) or a shorter \
+         context",
+        slots_by_use(*slots, *staging, *ring), human_bytes(*asked), human_bytes(*budget), human_bytes(*reserve),
+        less_beside(*staging, *ring)
     )]
     OverBudget {
         /// The device.
         device: String,
-        /// Slots that were wanted, staging included; the least that works where as many as fit were asked for.
+        /// Slots that were wanted, all uses together; the least that works where as many as fit were asked for.
         slots: usize,
+        /// Of them, those for what is prefetched.
+        staging: usize,
+        /// Of them, those that a prompt's experts pass through.
+        ring: usize,
         /// Their bytes.
         asked: u64,
         /// Bytes that may be taken in all.
@@ -367,16 +373,21 @@ pub enum Error {
 
     /// The slots do not fit beside what else must be in the device's memory.
     #[error(
-        "{device}: {slots} slots for experts need {}, but only {} of memory are free, and {} of it are kept for the rest \
-         of the model: {most} slots fit; give fewer slots, a smaller expert format (int8, int4) or a shorter context, \
-         or free memory (see `nvidia-smi`)",
-        human_bytes(*asked), human_bytes(*free), human_bytes(*reserve)
+        "{device}: {} need {}, but only {} of memory are free, and {} of it are kept for the rest of the model: {most} \
+         slots fit; give {}fewer slots, a smaller expert format (int8, int4) or a shorter context, or free memory (see \
+         `nvidia-smi`)",
+        slots_by_use(*slots, *staging, *ring), human_bytes(*asked), human_bytes(*free), human_bytes(*reserve),
+        less_beside(*staging, *ring)
     )]
     NoRoom {
         /// The device.
         device: String,
-        /// Slots that were wanted, staging included; the least that works where as many as fit were asked for.
+        /// Slots that were wanted, all uses together; the least that works where as many as fit were asked for.
         slots: usize,
+        /// Of them, those for what is prefetched.
+        staging: usize,
+        /// Of them, those that a prompt's experts pass through.
+        ring: usize,
         /// Their bytes.
         asked: u64,
         /// Bytes free on the device.
@@ -433,6 +444,31 @@ pub enum Error {
     /// An error of candle.
     #[error(transparent)]
     Candle(#[from] candle_core::Error),
+}
+
+/// So many slots, by what they are for.
+pub(crate) fn slots_by_use(slots: usize, staging: usize, ring: usize) -> String {
+    if staging + ring == 0 {
+        return format!("{slots} slots for experts");
+    }
+    let mut uses = vec![format!("{} for experts", slots.saturating_sub(staging + ring))];
+    if staging > 0 {
+        uses.push(format!("{staging} for what is prefetched"));
+    }
+    if ring > 0 {
+        uses.push(format!("{ring} of the ring for prompts"));
+    }
+    format!("{slots} slots ({})", uses.join(", "))
+}
+
+/// What could be done without beside slots for experts, as the start of a list.
+fn less_beside(staging: usize, ring: usize) -> &'static str {
+    match (staging > 0, ring > 0) {
+        (false, false) => "",
+        (true, false) => "no prefetching (--prefetch off), ",
+        (false, true) => "a smaller ring (--ring), ",
+        (true, true) => "no prefetching (--prefetch off), a smaller ring (--ring), ",
+    }
 }
 
 /// A place in a routing trace.

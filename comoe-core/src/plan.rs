@@ -52,16 +52,20 @@ impl Room {
         self.on_device || self.budget.is_some()
     }
 
-    fn refuse(&self, slots: usize, slot_bytes: usize) -> Error {
-        let (asked, most) = (slots as u64 * slot_bytes as u64, self.slots(slot_bytes));
+    fn refuse(&self, wanted: SlotPlan, slot_bytes: usize) -> Error {
+        let SlotPlan { staging, ring, .. } = wanted;
+        let slots = wanted.all();
+        let (asked, most) = ((slots as u64).saturating_mul(slot_bytes as u64), self.slots(slot_bytes));
         match self.budget.filter(|budget| *budget < self.free) {
             Some(budget) => {
                 let device = self.device.clone();
-                Error::OverBudget { device, slots, asked, budget, reserve: self.reserve, most }
+                Error::OverBudget { device, slots, staging, ring, asked, budget, reserve: self.reserve, most }
             }
             None => Error::NoRoom {
                 device: self.device.clone(),
                 slots,
+                staging,
+                ring,
                 asked,
                 free: self.free,
                 reserve: self.reserve,
@@ -85,6 +89,11 @@ pub struct SlotPlan {
 }
 
 impl SlotPlan {
+    /// All of them together.
+    pub(crate) fn all(&self) -> usize {
+        self.slots + self.staging + self.ring
+    }
+
     /// The slots of `slot_bytes` that a cache with these options makes for the records of `directory`; `room` is `None`
     /// where nobody knows. In host memory [`CacheOptions::ram`] bounds them, too.
     ///
@@ -103,7 +112,8 @@ impl SlotPlan {
         };
         match Self::within(options, directory, slot_bytes, Some(&narrowed)) {
             // As many as fit are too few: the fewest that work say what they need.
-            Err(Error::NoRoom { slots, .. }) => {
+            Err(Error::NoRoom { slots, staging, ring, .. }) => {
+                let slots = slots - staging - ring;
                 let fewest = CacheOptions { capacity: Capacity::Slots(slots), ..options.clone() };
                 let plan = Self::within(&fewest, directory, slot_bytes, Some(&narrowed))?;
                 places(&fewest, directory, plan, slot_bytes, false).map(|_| plan)
@@ -126,10 +136,10 @@ impl SlotPlan {
             (Capacity::Fit, Some(room)) if !resident => this.ring_of_fit(room.slots(slot_bytes)),
             _ => this.ring(slots + staging),
         };
-        let wanted = slots + staging + ring;
-        match room.filter(|room| room.is_hard() && room.slots(slot_bytes) < wanted) {
+        let wanted = Self { slots, staging, ring };
+        match room.filter(|room| room.is_hard() && room.slots(slot_bytes) < wanted.all()) {
             Some(room) => Err(room.refuse(wanted, slot_bytes)),
-            None => Ok(Self { slots, staging, ring }),
+            None => Ok(wanted),
         }
     }
 }
@@ -145,15 +155,15 @@ struct Shares<'a> {
 impl Shares<'_> {
     /// Slots that records stay in.
     fn slots(&self) -> Result<usize> {
-        let (options, all) = (self.options, self.directory.len());
-        let least = options.top_k.clamp(1, all.max(1));
+        let (options, all, least) = (self.options, self.directory.len(), self.least());
         if options.capacity == Capacity::Fit {
             let Some(room) = self.room else { return Ok(all) };
             let fit = room.slots(self.slot_bytes);
             // With a slot for every record nothing is staged or streamed.
-            let beside = self.staging() + self.ring_of_fit(fit);
-            let slots = if fit >= all { all } else { fit.saturating_sub(beside) };
-            return if slots < least { Err(room.refuse(least, self.slot_bytes)) } else { Ok(slots) };
+            let (staging, ring) = (self.staging(), self.ring_of_fit(fit));
+            let slots = if fit >= all { all } else { fit.saturating_sub(staging + ring) };
+            let fewest = SlotPlan { slots: least, staging, ring };
+            return if slots < least { Err(room.refuse(fewest, self.slot_bytes)) } else { Ok(slots) };
         }
         let slot_bytes = self.slot_bytes as u64;
         let slots = match options.capacity {
@@ -176,6 +186,11 @@ impl Shares<'_> {
             _ if slots < least => Err(Error::TooFewSlots { asked: slots, least }),
             _ => Ok(slots.min(all)),
         }
+    }
+
+    /// The fewest slots that work.
+    fn least(&self) -> usize {
+        self.options.top_k.clamp(1, self.directory.len().max(1))
     }
 
     /// Staging slots, unless every record has a slot.
@@ -207,7 +222,12 @@ impl Shares<'_> {
     /// Slots of the ring, when `fit` are shared out.
     fn ring_of_fit(&self, fit: usize) -> usize {
         let wanted = self.ring(0);
-        if self.options.ring.is_some() { wanted } else { wanted.min(fit / MOST_OF_SLOTS) }
+        if self.options.ring.is_some() {
+            return wanted;
+        }
+        // Without being asked it takes nothing from the fewest that work.
+        let needed = self.least() + self.staging();
+        wanted.min(fit / MOST_OF_SLOTS).min(fit.saturating_sub(needed))
     }
 }
 

@@ -108,13 +108,16 @@ pub enum Error {
 
     /// A prompt that leaves no room for an answer.
     #[error(
-        "the prompt has {prompt} tokens and the context holds {context}: shorten the prompt or raise the context"
+        "the prompt has {prompt} tokens and the context holds {context}: shorten the prompt{}",
+        or_raise(*context, *most)
     )]
     PromptTooLong {
         /// Tokens of the prompt.
         prompt: usize,
         /// Tokens that the context holds, the answer included.
         context: usize,
+        /// Tokens that the model's can hold.
+        most: usize,
     },
 
     /// Prompt and answer together exceed the context.
@@ -157,7 +160,7 @@ pub enum Error {
     },
 
     /// A context longer than the model was trained for.
-    #[error("a context of {asked} tokens is more than the model's {available}")]
+    #[error("a context of {asked} tokens is more than the model's {available}: ask for {available} at most")]
     ContextTooLarge {
         /// Tokens asked for.
         asked: usize,
@@ -236,13 +239,16 @@ pub enum Error {
 
     /// A message that does not fit the context even without any history.
     #[error(
-        "the message alone takes {tokens} tokens and the context holds {context}: shorten it or raise the context"
+        "the message alone takes {tokens} tokens and the context holds {context}: shorten it{}",
+        or_raise(*context, *most)
     )]
     MessageTooLong {
         /// Tokens of the conversation reduced to that message.
         tokens: usize,
         /// Tokens that the context holds.
         context: usize,
+        /// Tokens that the model's can hold.
+        most: usize,
     },
 
     /// An error of the expert cache.
@@ -252,6 +258,14 @@ pub enum Error {
     /// An error of candle.
     #[error(transparent)]
     Candle(#[from] candle_core::Error),
+}
+
+/// Advice to have a longer context, as the end of a list, where the model can have one.
+fn or_raise(context: usize, most: usize) -> String {
+    match context < most {
+        true => format!(" or raise the context, which can hold {most}"),
+        false => ", since the model's context holds no more".to_owned(),
+    }
 }
 
 impl Error {

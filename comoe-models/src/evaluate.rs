@@ -6,13 +6,16 @@ use std::path::Path;
 use rayon::prelude::*;
 use serde::Deserialize;
 
-use crate::chat::{Message, Role};
+use crate::arch;
+use crate::chat::{ChatTemplate, Message, Role, Tokenizer};
 use crate::decoder::{Decoder, Rows};
 use crate::error::{Error, Result};
-use crate::model::Model;
+use crate::load::{LoadOptions, ModelFiles, read_small};
 
 /// Tokens whose logits are on the host at once, of either model.
 const STEP: usize = 64;
+/// Most bytes of a text: far more than anybody waits for.
+const TEXT_BYTES: u64 = 64 << 20;
 
 /// A text as sequences of tokens.
 #[derive(Debug, Clone, PartialEq)]
@@ -28,17 +31,25 @@ struct Passage {
 }
 
 impl EvaluationText {
-    /// Reads a file. Of a `.jsonl` file each line is a conversation, as [`read_conversations`] has it: every answer in it
+    /// Reads a file of at most 64 MiB for the model at `model`, of which no weight is read. Of a `.jsonl` file each line is a conversation, as [`read_conversations`] has it: every answer in it
     /// counts, behind what was said before in the model's chat template. Any other file is plain text, cut into windows
-    /// of the model's context, each of which begins anew; all tokens but a window's first count.
+    /// of the context that a model is planned for by default, each of which begins anew; all tokens but a window's first
+    /// count.
     ///
     /// # Errors
-    /// [`Error::Io`]; [`Error::BadFile`] for a file that is no text, has nothing to count, or a conversation that is longer
-    /// than the context; [`Error::NoTemplate`].
-    pub fn read(path: &Path, model: &Model) -> Result<Self> {
+    /// [`Error::Io`]; [`Error::BadFile`] for a file that is no text or too long, has nothing to count, or a conversation
+    /// that is longer than the context; [`Error::NoTemplate`]; what is wrong with the model's tokenizer or configuration.
+    pub fn read(path: &Path, model: &Path) -> Result<Self> {
+        let text = read_text(path)?;
+        let files = ModelFiles::open(model)?;
+        let context = LoadOptions::default().planned_context(arch::plan(files.config())?.max_positions);
+        let tokenizer = files.tokenizer()?;
         let passages = match path.extension().is_some_and(|e| e == "jsonl") {
-            true => answers(path, model)?,
-            false => windows(path, model)?,
+            true => {
+                let template = files.template()?.ok_or(Error::NoTemplate)?;
+                answers(path, &text, &tokenizer, &template, context)?
+            }
+            false => windows(&text, &tokenizer, context)?,
         };
         match passages.is_empty() {
             true => {
@@ -54,17 +65,21 @@ impl EvaluationText {
     }
 }
 
-fn windows(path: &Path, model: &Model) -> Result<Vec<Passage>> {
-    let tokens = model.tokenizer().encode(&read_text(path)?, true)?;
-    let windows = tokens.chunks(model.decoder().context()).filter(|window| window.len() > 1);
+fn windows(text: &str, tokenizer: &Tokenizer, context: usize) -> Result<Vec<Passage>> {
+    let tokens = tokenizer.encode(text, true)?;
+    let windows = tokens.chunks(context).filter(|window| window.len() > 1);
     Ok(windows.map(|window| Passage { tokens: window.to_vec(), scored: 1 }).collect())
 }
 
-fn answers(path: &Path, model: &Model) -> Result<Vec<Passage>> {
-    let template = model.template().ok_or(Error::NoTemplate)?;
-    let context = model.decoder().context();
+fn answers(
+    path: &Path,
+    text: &str,
+    tokenizer: &Tokenizer,
+    template: &ChatTemplate,
+    context: usize,
+) -> Result<Vec<Passage>> {
     let mut passages = Vec::new();
-    for (number, messages) in read_conversations(path)?.iter().enumerate() {
+    for (number, messages) in conversations(path, text)?.iter().enumerate() {
         let bad = |what: String| Error::bad_file(path, format!("conversation {}: {what}", number + 1));
         for at in (1..messages.len()).filter(|at| messages[*at].role == Role::Assistant) {
             let prompt = template.render(&messages[..at], true)?;
@@ -72,9 +87,9 @@ fn answers(path: &Path, model: &Model) -> Result<Vec<Passage>> {
             let Some(answer) = whole.strip_prefix(&prompt) else {
                 return Err(bad("the model's template writes another prompt before an answer".to_owned()));
             };
-            let mut tokens = model.tokenizer().encode(&prompt, false)?;
+            let mut tokens = tokenizer.encode(&prompt, false)?;
             let scored = tokens.len();
-            tokens.extend(model.tokenizer().encode(answer, false)?);
+            tokens.extend(tokenizer.encode(answer, false)?);
             if tokens.len() > context {
                 return Err(bad(format!("{} tokens, and the context holds {context}", tokens.len())));
             }
@@ -87,7 +102,8 @@ fn answers(path: &Path, model: &Model) -> Result<Vec<Passage>> {
 }
 
 fn read_text(path: &Path) -> Result<String> {
-    std::fs::read_to_string(path).map_err(|e| Error::io(path, e))
+    let text = String::from_utf8(read_small(path, TEXT_BYTES)?);
+    text.map_err(|e| Error::bad_file(path, format!("is no UTF-8 text: {}", e.utf8_error())))
 }
 
 /// Conversations of a file, one `{"messages": [{"role": "user", "content": ..}, ..]}` a line; empty lines are passed over.
@@ -95,7 +111,10 @@ fn read_text(path: &Path) -> Result<String> {
 /// # Errors
 /// [`Error::Io`]; [`Error::BadFile`], which names the line.
 pub fn read_conversations(path: &Path) -> Result<Vec<Vec<Message>>> {
-    let text = read_text(path)?;
+    conversations(path, &read_text(path)?)
+}
+
+fn conversations(path: &Path, text: &str) -> Result<Vec<Vec<Message>>> {
     let lines = text.lines().enumerate().filter(|(_, line)| !line.trim().is_empty());
     let parsed = lines.map(|(number, line)| {
         let conversation: Conversation = serde_json::from_str(line)

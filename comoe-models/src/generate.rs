@@ -371,7 +371,8 @@ impl<'m> Session<'m> {
             return Err(Error::EmptyPrompt);
         }
         if prompt >= context {
-            return Err(Error::PromptTooLong { prompt, context });
+            let most = self.model.decoder().plan().max_positions;
+            return Err(Error::PromptTooLong { prompt, context, most });
         }
         match asked {
             Some(0) => Err(Error::BadOption {

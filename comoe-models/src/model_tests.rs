@@ -357,7 +357,7 @@ fn impossible_requests_are_refused_before_anything_runs() {
     let mut session = model.session().unwrap();
     let mut ask = |prompt: &[u32], options: &GenerateOptions| session.generate(prompt, options, &mut go);
     assert!(matches!(ask(&[], &at_most(1)), Err(Error::EmptyPrompt)));
-    assert!(matches!(ask(&ids(10), &at_most(1)), Err(Error::PromptTooLong { prompt: 10, context: 10 })));
+    assert!(matches!(ask(&ids(10), &at_most(1)), Err(Error::PromptTooLong { prompt: 10, context: 10, .. })));
     let e = ask(&ids(6), &at_most(5)).unwrap_err();
     assert!(matches!(e, Error::GenerationTooLong { prompt: 6, asked: 5, context: 10 }));
     assert!(e.to_string().contains("at most 4"), "{e}");

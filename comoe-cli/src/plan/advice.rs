@@ -8,8 +8,10 @@ use serde::Serialize;
 use super::{Case, is_fixed};
 use crate::error::Result;
 
-/// Shorter contexts than this are not advised.
+/// Shorter contexts than this are not advised, unless nothing fits without.
 const LEAST_CONTEXT: usize = 1024;
+/// And then not shorter ones than this.
+const SHORTEST_CONTEXT: usize = 128;
 /// A change that does not make the share of experts grow by so much is not worth a line.
 const WORTH: f64 = 0.02;
 
@@ -53,14 +55,17 @@ pub(super) fn changes(case: &Case<'_>, plan: &ModelPlan, memory: Option<&SharedP
         tried.push(Change { option, fits, share, slots });
         Ok(fits)
     };
-    if plan.format().to_string() != ExpertFormat::INT4.to_string() && is_wider(plan) {
+    let wider = plan.format().to_string() != ExpertFormat::INT4.to_string() && is_wider(plan);
+    let plain = case.options.dense == DenseFormat::Plain;
+    let least = if memory.is_none() { SHORTEST_CONTEXT.min(plan.context()) } else { LEAST_CONTEXT };
+    if wider {
         attempt("--format int4".to_owned(), &|o| o.format = Some(ExpertFormat::INT4))?;
     }
-    if case.options.dense == DenseFormat::Plain {
+    if plain {
         attempt("--dense-format int8".to_owned(), &|o| o.dense = DenseFormat::Int8)?;
     }
     let mut context = plan.context();
-    while context / 2 >= LEAST_CONTEXT {
+    while context / 2 >= least {
         context /= 2;
         // The longest that fits; where it fits anyway, half of it shows what the rest costs.
         if attempt(format!("--ctx {context}"), &|o| o.context = Some(context))? {
@@ -68,18 +73,34 @@ pub(super) fn changes(case: &Case<'_>, plan: &ModelPlan, memory: Option<&SharedP
         }
     }
     if memory.is_none() {
-        let all = &|o: &mut LoadOptions| {
-            o.dense = DenseFormat::Int8;
-            o.format = Some(ExpertFormat::INT4);
-            o.context = Some(plan.context().min(LEAST_CONTEXT));
-        };
-        let context = plan.context().min(LEAST_CONTEXT);
-        attempt(format!("--format int4 --dense-format int8 --ctx {context}"), all)?;
+        // All of it, with the longest context that fits.
+        let formats: Vec<&str> = [(wider, "--format int4"), (plain, "--dense-format int8")]
+            .into_iter()
+            .filter_map(|(changes, option)| changes.then_some(option))
+            .collect();
+        let contexts = std::iter::successors(Some(plan.context()), |context| Some(context / 2));
+        // One format alone was tried above.
+        let contexts = contexts.take_while(|&c| c >= least).skip(usize::from(formats.len() < 2));
+        for context in contexts.filter(|_| !formats.is_empty()) {
+            let all = |o: &mut LoadOptions| {
+                if plain {
+                    o.dense = DenseFormat::Int8;
+                }
+                if wider {
+                    o.format = Some(ExpertFormat::INT4);
+                }
+                o.context = Some(context);
+            };
+            let shorter = if context < plan.context() { format!(" --ctx {context}") } else { String::new() };
+            if attempt(format!("{}{shorter}", formats.join(" ")), &all)? {
+                break;
+            }
+        }
         // What fits, or else that nothing does.
         if tried.iter().any(|c| c.fits) {
             tried.retain(|c| c.fits);
         } else {
-            tried.drain(..tried.len() - 1);
+            tried = tried.pop().into_iter().collect();
         }
     } else {
         tried.retain(|c| c.fits && c.share >= now + WORTH);

@@ -9,13 +9,55 @@ use serde::Serialize;
 
 use super::Case;
 use crate::args::ModelArgs;
-use crate::device::DeviceChoice;
+use crate::device::{self, DeviceChoice};
 use crate::error::{Error, Result};
 use crate::memory::{Memory, label};
 
+/// The devices to plan for.
+pub(super) struct Devices {
+    pub(super) on_gpu: bool,
+    /// The memory of each.
+    pub(super) rooms: Vec<Room>,
+    /// Where they are not what one might think.
+    pub(super) notes: Vec<String>,
+}
+
+impl Devices {
+    /// Those asked for: of auto GPUs that have a limit, which need not be here, or else what a run would take.
+    ///
+    /// # Errors
+    /// For a GPU without a limit that cannot be used.
+    pub(super) fn find(args: &ModelArgs) -> Result<Self> {
+        let (on_gpu, mut notes) = match &args.device {
+            DeviceChoice::Cpu | DeviceChoice::Pools(_) => (false, Vec::new()),
+            DeviceChoice::Auto if args.vram.is_empty() => {
+                let found = device::open(&DeviceChoice::Auto)?;
+                let not_here = |note| format!("{note}; --vram SIZE plans for a GPU that is not here");
+                (found.device.is_cuda(), found.notes.into_iter().map(not_here).collect())
+            }
+            DeviceChoice::Auto | DeviceChoice::Cuda(_) | DeviceChoice::Several(_) => (true, Vec::new()),
+        };
+        let rooms = rooms(args, on_gpu)?;
+        notes.extend(shared_by_pools(&rooms).filter(|_| on_gpu));
+        Ok(Self { on_gpu, rooms, notes })
+    }
+}
+
+/// Notes on GPUs that are named more than once with limits: each pool has its own.
+fn shared_by_pools(rooms: &[Room]) -> impl Iterator<Item = String> {
+    rooms.iter().enumerate().filter_map(|(n, room)| {
+        let same = |r: &&Room| r.device == room.device;
+        let (pools, first) = (rooms.iter().filter(same).count(), rooms[..n].iter().all(|r| !same(&r)));
+        let limits = rooms.iter().filter(same).map(|r| r.budget);
+        let all = limits.sum::<Option<u64>>().filter(|_| pools > 1 && first)?;
+        Some(format!("{} has {pools} pools, whose limits are {} together", room.device, human_bytes(all)))
+    })
+}
+
 /// The memory to plan for, device by device: what was asked for, or what the device has now.
-pub(super) fn rooms(args: &ModelArgs, on_gpu: bool) -> Result<Vec<Room>> {
+fn rooms(args: &ModelArgs, on_gpu: bool) -> Result<Vec<Room>> {
     let named = match &args.device {
+        DeviceChoice::Auto if !on_gpu => vec!["this machine".to_owned()],
         DeviceChoice::Cpu => vec!["this machine".to_owned()],
         DeviceChoice::Pools(count) => (0..*count).map(|n| format!("pool {n}")).collect(),
         DeviceChoice::Cuda(ordinal) => vec![format!("cuda:{ordinal}")],

@@ -1,5 +1,7 @@
 //! How fast a planned model may be, and by what it is said.
 
+use std::collections::HashSet;
+
 use comoe_core::plan::{Bandwidths, HitRates, SharedPlan, TokensPerSecond};
 use comoe_core::replay::{ReplayPolicy, replay};
 use comoe_core::stats::human_bytes;
@@ -116,7 +118,10 @@ impl Expected {
             None => (HitRates::assumed(memory.share()), "assumed"),
         };
         let token = plan.token_bytes();
-        let links = if on_gpu { memory.devices.len() } else { 1 };
+        // Pools of one GPU share its link.
+        let gpus: HashSet<&str> =
+            memory.devices.iter().map(|d| case.rooms[d.number].device.as_str()).collect();
+        let links = if on_gpu { gpus.len() } else { 1 };
         let missed = |rate| (token.missed(rate) / token.batch as f64).round() as u64;
         Ok(Self {
             hit_rate,
@@ -181,7 +186,13 @@ impl Expected {
 
 fn read_doctor(path: &std::path::Path) -> Result<Doctor> {
     let bad = |reason: String| Error::BadDoctor { path: path.to_owned(), reason };
-    let text = read_small(path, MOST_DOCTOR).map_err(|e| bad(e.to_string()))?;
+    let text = read_small(path, MOST_DOCTOR).map_err(|e| {
+        bad(match e {
+            comoe_core::Error::Io { source, .. } => source.to_string(),
+            comoe_core::Error::BadFile { reason, .. } => reason,
+            e => e.to_string(),
+        })
+    })?;
     serde_json::from_slice(&text).map_err(|e| bad(format!("is not what `comoe doctor --json` prints ({e})")))
 }
 
@@ -208,7 +219,12 @@ mod tests {
         // Sparse, so that whoever reads it whole takes its time.
         std::fs::File::options().write(true).open(&path).unwrap().set_len(1 << 40).unwrap();
         let e = read_doctor(&path).err().unwrap().to_string();
-        assert!(e.contains("1099511627776 bytes") && e.contains("doctor.json"), "{e}");
+        assert!(e.contains("1099511627776 bytes"), "{e}");
+        std::fs::remove_file(&path).unwrap();
+        let none = read_doctor(&path).err().unwrap().to_string();
+        for e in [e, none] {
+            assert_eq!(e.matches("doctor.json").count(), 1, "{e}");
+        }
         let e = read("{}").err().unwrap().to_string();
         assert!(e.contains("doctor.json") && e.contains("comoe doctor --json"), "{e}");
     }

@@ -80,14 +80,10 @@ pub(crate) struct ReplayArgs {
         default_value = "8,16,32,64"
     )]
     pub(crate) slots_per_layer: Vec<usize>,
-    /// Policies: lru, lfu, lfru, aged, blend, belady, static, lfru-admit, or lfru:T with a half-life of T tokens
-    #[arg(
-        long,
-        value_name = "P,..",
-        value_delimiter = ',',
-        default_value = "lru,lfu,lfru,aged,blend,belady,static"
-    )]
-    pub(crate) policy: Vec<ReplayPolicy>,
+    /// Policies: lru, lfu, lfru, aged, blend, belady, static, lfru-admit, or lfru:T with a half-life of T tokens [default:
+    /// the first seven; with --pin or --batch the first five, which need no foresight]
+    #[arg(long, value_name = "P,..", value_delimiter = ',')]
+    policy: Vec<ReplayPolicy>,
     /// Whether each layer has slots of its own or all layers share them
     #[arg(
         long, default_value = "layer", value_delimiter = ',',
@@ -192,9 +188,26 @@ fn parse_part(s: &str) -> Result<f64, String> {
     part.ok_or_else(|| "expected a part of the slots, 0 to 1".to_owned())
 }
 
+/// Live policies that are played unless others are asked for.
+const ONLINE: [PolicyKind; 5] =
+    [PolicyKind::Lru, PolicyKind::Lfu, PolicyKind::Lfru, PolicyKind::Aged, PolicyKind::Blend];
+
 impl ReplayArgs {
-    /// The policies as live ones, as batched replays need them.
+    /// The policies asked for, or else those that compare best.
+    pub(crate) fn policies(&self) -> Vec<ReplayPolicy> {
+        if !self.policy.is_empty() {
+            return self.policy.clone();
+        }
+        let online = ONLINE.map(ReplayPolicy::Online);
+        online.into_iter().chain([ReplayPolicy::Belady, ReplayPolicy::Static]).collect()
+    }
+
+    /// The policies as live ones, as batched replays need them; those that are not live are an error where they were asked
+    /// for.
     pub(crate) fn online(&self) -> Result<Vec<PolicyKind>, String> {
+        if self.policy.is_empty() {
+            return Ok(ONLINE.to_vec());
+        }
         let online = |p: &ReplayPolicy| match p {
             ReplayPolicy::Online(kind) => Ok(*kind),
             other => Err(other.to_string()),

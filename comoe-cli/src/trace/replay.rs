@@ -101,7 +101,7 @@ fn single(args: &ReplayArgs, trace: &Trace) -> Result<()> {
     for &scope in &args.scope {
         let mut rows = vec![vec![format!("scope {scope}, % hits")]];
         rows[0].extend(args.slots_per_layer.iter().map(|s| format!("{s} slots")));
-        for &policy in &args.policy {
+        for policy in args.policies() {
             let mut row = vec![policy.to_string()];
             for &slots in &args.slots_per_layer {
                 let score = replay_span(trace, policy, scope, slots, args.count);

@@ -40,11 +40,20 @@ fn files_that_are_not_there() {
     refused(Path::new("/no/such/folder"), &["/no/such/folder", "give the folder"]);
     refused(&model().join(FIRST_SHARD), &[FIRST_SHARD, "is a file"]);
     let empty = tempfile::tempdir().unwrap();
-    refused(empty.path(), &["config.json"]);
-    for name in ["config.json", "tokenizer.json", SECOND_SHARD] {
+    refused(empty.path(), &["without config.json", "give the folder"]);
+    for (name, advice) in [
+        ("config.json", "give the folder"),
+        ("tokenizer.json", "put the model's own there"),
+        (SECOND_SHARD, "download"),
+    ] {
         let folder = damaged(|f| fs::remove_file(f.join(name)).unwrap());
-        refused(folder.path(), &[name]);
+        refused(folder.path(), &[name, advice]);
     }
+    // An empty folder hides a model of the hub.
+    fs::create_dir_all(empty.path().join("org/tiny")).unwrap();
+    let mut command = comoe();
+    command.current_dir(empty.path()).args(["generate", "org/tiny", "-p", "x"]);
+    Running::start(&mut command).finish().fails(1, &["org/tiny", "without config.json", "the hub's model"]);
     let weightless = damaged(|f| {
         for name in [INDEX, FIRST_SHARD, SECOND_SHARD] {
             fs::remove_file(f.join(name)).unwrap();

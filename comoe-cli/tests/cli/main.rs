@@ -8,6 +8,7 @@ mod comoe_tiny;
 mod faults;
 mod generate;
 mod hub;
+mod limits;
 mod logits;
 #[cfg(target_os = "linux")]
 mod memory;

@@ -137,8 +137,17 @@ fn a_flipped_bit_is_found_and_named() {
     // A name in the header, which nothing else would miss.
     let unused = String::from_utf8_lossy(&whole[..4096]).find("comoe.source").unwrap();
     assert_eq!(flipped(&[unused + 14]).status.code(), Some(1));
+    // More than a line names: all are in the object.
+    let all = (0..24).map(|e| at(&format!("comoe.layers.{}.experts.{}", e / 8, e % 8)));
+    flipped(&all.collect::<Vec<_>>()).fails(1, &["24 parts", "and 16 more"]);
+    let run = Running::start(comoe().arg("verify").arg(&file).arg("--json")).finish();
+    run.fails(1, &["24 parts"]);
+    let found: serde_json::Value = serde_json::from_slice(&run.stdout).unwrap();
+    let differing = found["differing"].as_array().unwrap();
+    assert!(differing.len() == 24 && differing[23] == "layer 2 expert 7", "{found}");
     flipped(&[]);
-    assert!(verify(&file).status.success());
+    let run = Running::start(comoe().arg("verify").arg(&file).arg("--json")).finish();
+    assert_eq!(run.json()["differing"], serde_json::json!([]));
     // Files without checksums, or of other programs.
     verify(&model().join("model-00001-of-00002.safetensors")).fails(1, &["no packed store"]);
     verify(Path::new("/no/such/file")).fails(1, &["/no/such/file"]);
@@ -151,8 +160,12 @@ fn a_truncated_file_is_refused() {
     for length in [whole.len() - 1, whole.len() / 2, 4096, 7] {
         std::fs::write(&file, &whole[..length]).unwrap();
         verify(&file).fails(1, &["truncated"]);
-        generate(&file, &["--prompt=x"]).fails(1, &["truncated", file.to_str().unwrap()]);
+        generate(&file, &["--prompt=x"]).fails(1, &["truncated", "pack it again", file.to_str().unwrap()]);
     }
+    // A whole one under another name is told what to be called.
+    let renamed = file.with_extension("bin");
+    std::fs::write(&renamed, &whole).unwrap();
+    generate(&renamed, &["--prompt=x"]).fails(2, &["m.bin", "ends in .safetensors"]);
     // Experts alone are no model.
     let cache = tempfile::tempdir().unwrap();
     let mut command = comoe();
@@ -248,6 +261,44 @@ fn plain_text_is_measured_and_nothing_to_measure_is_refused() {
     let other = folder.path().join("other.safetensors");
     pack(model(), &other, &["--evaluate", text]).fails(1, &["text.txt"]);
     assert!(!other.exists(), "refused before it was packed");
+}
+
+#[test]
+fn what_cannot_be_evaluated_is_refused_before_it_is_packed() {
+    let folder = tempfile::tempdir().unwrap();
+    let texts = folder.path().join("texts");
+    std::fs::create_dir(&texts).unwrap();
+    let text = |name: &str, content: &[u8]| {
+        let path = texts.join(name);
+        std::fs::write(&path, content).unwrap();
+        path.display().to_string()
+    };
+    let good = text("good.txt", b"Once upon a time.");
+    let (empty, bad) = (text("empty.txt", b""), text("bad.jsonl", b"{\"text\": 1}\n"));
+    let binary = text("binary.txt", b"a\xff");
+    let mut refused = vec![
+        (vec!["--evaluate", &empty], vec!["empty.txt", "nothing to measure"]),
+        (vec!["--evaluate", &bad], vec!["bad.jsonl", "line 1 is no conversation"]),
+        (vec!["--evaluate", &binary], vec!["binary.txt", "UTF-8"]),
+        (vec!["--evaluate", "/no/such.txt"], vec!["/no/such.txt", "give --evaluate a file of text"]),
+    ];
+    if cfg!(unix) {
+        refused.push((vec!["--evaluate", "/dev/urandom"], vec!["/dev/urandom", "no regular file"]));
+    }
+    if cfg!(not(feature = "cuda")) {
+        refused.push((vec!["--evaluate", &good, "--device=cuda"], vec!["device cuda:0"]));
+    }
+    let file = folder.path().join("m.safetensors");
+    for (options, names) in &refused {
+        pack(&tiny(), &file, options).fails(1, names);
+        assert!(!file.exists(), "{options:?}");
+    }
+    pack(&tiny(), &file, &["--format=int4"]).answer();
+    for (options, names) in &refused {
+        let mut command = comoe();
+        command.arg("verify").arg(&file).arg("--against").arg(tiny()).args(options);
+        Running::start(&mut command).finish().fails(1, names);
+    }
 }
 
 /// A file system that is full is one whose files may not grow, but for the number of the error.

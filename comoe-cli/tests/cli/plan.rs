@@ -249,9 +249,13 @@ fn a_gpu_that_is_not_here_can_be_planned_for() {
     assert_eq!(plan["dense"], one["memory"]["plan"]["dense"]);
     let total = ["dense", "kv", "workspace", "buffers", "slots", "staging", "ring"].map(|o| bytes(plan, o));
     assert_eq!(bytes(plan, "total"), total.iter().sum::<f64>());
-    if cfg!(not(feature = "cuda")) {
-        tiny("plan", "").fails(1, &["--vram", "--device cpu"]);
-    }
+    // Pools of one GPU have a link together, and its memory.
+    let pools = tiny("plan", "--device cuda:0,0 --vram 600M --json").json();
+    assert!(
+        pools["notes"][0].as_str().unwrap().contains("cuda:0 has 2 pools, whose limits are 1.2 GiB"),
+        "{pools}"
+    );
+    assert_eq!(pools["expected"]["links"], Value::Null, "{pools}");
 }
 
 #[test]

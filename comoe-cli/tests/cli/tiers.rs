@@ -86,7 +86,10 @@ fn too_little_ram_is_refused_with_what_would_do() {
         (vec!["--ram=575K"], vec!["575.0 KiB are too little", "2 slots take 384.0 KiB", "give 576K or more"]),
         (vec!["--ram=0"], vec!["give 576K or more"]),
         (vec!["--ram=4M", "--slots=24"], vec!["24 slots take 4.5 MiB", "give 4800K or more, or fewer slots"]),
-        (vec!["--ram=1M", "--prefetch=correlation"], vec!["6 slots take 1.1 MiB", "give 1344K or more"]),
+        (
+            vec!["--ram=1M", "--prefetch=correlation"],
+            vec!["4 for what is prefetched) take 1.1 MiB", "give 1344K or more"],
+        ),
         (vec!["--ram=4M", "--resident"], vec!["96 slots take 18.0 MiB", "or fewer slots"]),
     ] {
         let fixed = ["--prompt=x", "--device=cpu", "--quiet"];

@@ -72,6 +72,17 @@ fn any_run_can_record_and_answers_alike() {
 }
 
 #[test]
+fn what_is_played_by_default_can_be_played() {
+    let path = recorded().display().to_string();
+    for (options, policies) in [("", 7), ("--pin 0.5", 5), ("--batch 4", 5)] {
+        let lines = trace(&format!("replay {path} --slots 4 {options} --json")).json();
+        assert_eq!(lines.as_array().unwrap().len(), policies, "{options}");
+    }
+    let far = trace(&format!("replay {path} --slots 4 --pin 0.5 --policy lru,belady"));
+    far.fails(2, &["--pin cannot play belady"]);
+}
+
+#[test]
 fn the_committed_trace_is_of_comoe_tiny_and_gives_sound_numbers() {
     let path = recorded().display().to_string();
     let tiny = Path::new(env!("CARGO_MANIFEST_DIR")).join("../assets/comoe-tiny");

@@ -356,6 +356,11 @@ pub trait Backend: Send {
     /// The driver of steps whose schedule runs on the device itself, once slots are allocated; or why there is none,
     /// as a clause that starts with a small letter.
     fn device_driver(&mut self) -> std::result::Result<&mut dyn DeviceDriver, String> {
-        Err(format!("{} has no driver of its own", self.info().device))
+        Err(no_driver(&self.info().device))
     }
+}
+
+/// Why a device without a driver has none.
+pub(crate) fn no_driver(device: &str) -> String {
+    format!("{device} has no driver of its own")
 }

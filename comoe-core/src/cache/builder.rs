@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use candle_core::Device;
 
+use super::options::{cannot_drive, not_a_devices};
 use super::ram;
 use super::token::Turns;
 use super::{CacheOptions, Capacity, Core, Devices, ExpertCache, RecordCache, Scope};
@@ -331,10 +332,7 @@ pub(super) fn driver_in_force(
             ));
             Ok(DriverKind::Device)
         }
-        Err(reason) if asked == DriverKind::Device => {
-            let reason = format!("the device cannot drive this cache: {reason}; use auto or host");
-            Err(Error::BadArgument { what: "driver", reason })
-        }
+        Err(reason) if asked == DriverKind::Device => Err(cannot_drive(&reason)),
         // Elsewhere there is nothing but the host to expect.
         Err(reason) if asked == DriverKind::Auto && of_experts && device.is_cuda() => {
             notes.push(format!("every step is driven by the host: {reason}"));
@@ -401,7 +399,7 @@ fn drive(
         return Err("the host driver was asked for".to_owned());
     }
     if !policy.is_a_devices() {
-        return Err(format!("the policy is {policy}, the device knows lru, lfru and aged"));
+        return Err(not_a_devices(policy));
     }
     engine.offer_device(asked, alone)
 }

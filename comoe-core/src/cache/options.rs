@@ -2,8 +2,8 @@
 
 use candle_core::{Device, DeviceLocation};
 
-use crate::backend::DriverKind;
 use crate::backend::cuda::cuda_memory;
+use crate::backend::{DriverKind, no_driver};
 use crate::error::{Error, Result};
 use crate::expert::ExpertId;
 use crate::machine;
@@ -131,6 +131,23 @@ impl CacheOptions {
             },
         })
     }
+
+    /// Sees, before anything is loaded, that the driver asked for can be had on a GPU or on the CPU.
+    ///
+    /// # Errors
+    /// [`Error::BadArgument`] where a device is to drive that cannot, in the words of building.
+    pub fn check_driver(&self, on_gpu: bool) -> Result<()> {
+        if self.driver != DriverKind::Device {
+            return Ok(());
+        }
+        let policy = self.policy.in_force(false, true);
+        match (policy.is_a_devices(), on_gpu) {
+            (false, _) => Err(cannot_drive(&not_a_devices(policy))),
+            (true, false) => Err(cannot_drive(&no_driver("cpu"))),
+            (true, true) => Ok(()),
+        }
+    }
+
     /// As [`Self::room`], of the device with this number among several; those that are the same device share its memory.
     /// `budgets` are by device, the last for those behind it, and none is [`Self::budget`] for all.
     ///
@@ -146,6 +163,16 @@ impl CacheOptions {
         let room = Self { budget, ..self.clone() }.room(device)?;
         Ok(room.map(|room| Room { free: room.free / pools as u64, ..room }))
     }
+}
+
+/// Why a device that was to drive does not.
+pub(super) fn cannot_drive(reason: &str) -> Error {
+    let reason = format!("the device cannot drive this cache: {reason}; use auto or host");
+    Error::BadArgument { what: "driver", reason }
+}
+
+pub(super) fn not_a_devices(policy: PolicyKind) -> String {
+    format!("the policy is {policy}, the device knows lru, lfru and aged")
 }
 
 /// What a cache will use: computed from the options and a directory alone.

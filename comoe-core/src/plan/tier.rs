@@ -2,7 +2,7 @@
 
 use super::{Room, SlotPlan};
 use crate::cache::{CacheOptions, Capacity};
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, slots_by_use};
 use crate::stats::human_bytes;
 use crate::store::Directory;
 
@@ -69,12 +69,17 @@ pub(crate) fn places(
              {needs}K or more"
         ),
         false => {
-            let advice = match slots > fewest(options, directory) {
-                true => ", or fewer slots",
-                false => "",
+            let advice = match (slots > fewest(options, directory), plan.staging > 0) {
+                (true, _) => ", or fewer slots",
+                (false, true) => ", or no prefetching (--prefetch off)",
+                (false, false) => "",
+            };
+            let what_slots = match plan.staging + plan.ring {
+                0 => format!("{slots} slots"),
+                _ => slots_by_use(slots, plan.staging, plan.ring),
             };
             format!(
-                "{asked} are too little: {slots} slots take {} of it, and an expert on its way from disk {what}: give \
+                "{asked} are too little: {what_slots} take {} of it, and an expert on its way from disk {what}: give \
                  {needs}K or more{advice}",
                 human_bytes(in_slots)
             )
@@ -143,5 +148,7 @@ mod tests {
         let staged = CacheOptions { prefetch: crate::Prefetch::Auto, ..with(4, Capacity::Fit) };
         let text = said(staged, false);
         assert!(text.contains("give 4K or more"), "{text}");
+        assert!(text.contains("6 slots (2 for experts, 4 for what is prefetched)"), "{text}");
+        assert!(text.contains("--prefetch off"), "{text}");
     }
 }

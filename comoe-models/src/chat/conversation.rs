@@ -93,7 +93,8 @@ impl<'m> Conversation<'m> {
                 if ids.len() < context {
                     break (rendered, ids);
                 }
-                return Err(Error::MessageTooLong { tokens: ids.len(), context });
+                let most = model.decoder().plan().max_positions;
+                return Err(Error::MessageTooLong { tokens: ids.len(), context, most });
             }
             dropped_turns += 1;
         };

@@ -30,7 +30,8 @@ impl Tokenizer {
     /// one that a GGUF file describes.
     ///
     /// # Errors
-    /// [`Error::ForeignTokenizer`] when there is one in another form, and as [`Self::read`].
+    /// [`Error::ForeignTokenizer`] when there is one in another form, [`Error::BadFile`] when there is none, and as
+    /// [`Self::read`].
     pub fn of_model(folder: &Path) -> Result<Self> {
         if let Some(gguf) = GgufModel::of(folder)? {
             return gguf.tokenizer();
@@ -61,6 +62,8 @@ impl Tokenizer {
                     });
                 }
             }
+            let reason = "has no tokenizer.json; put the model's own there, or fetch the model again";
+            return Err(Error::bad_file(folder, reason));
         }
         read_small(&path, TOKENIZER_BYTES)
     }
@@ -194,7 +197,8 @@ mod tests {
             }
         }
         let dir = tempfile::tempdir().unwrap();
-        assert!(matches!(Tokenizer::of_model(dir.path()), Err(Error::Io { .. })));
+        let e = Tokenizer::of_model(dir.path()).unwrap_err().to_string();
+        assert!(e.contains("has no tokenizer.json; put") && e.contains(dir.path().to_str().unwrap()), "{e}");
     }
 
     #[test]

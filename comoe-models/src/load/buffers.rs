@@ -41,10 +41,8 @@ pub(super) fn buffer_bytes(
     let rotary: usize = ropes.iter().map(|r| context * r.dim * element).sum();
     // History by position.
     let sequence = (4 * (context + 1)) as u64 + SAMPLER;
-    result_bytes(plan, context, dtype)
-        + rotary as u64
-        + driver_bytes(plan, directory)
-        + batch as u64 * sequence
+    let all = result_bytes(plan, context, dtype) + rotary as u64 + driver_bytes(plan, directory);
+    all.saturating_add((batch as u64).saturating_mul(sequence))
 }
 
 /// Bytes of what a device keeps that drives steps of few tokens.

@@ -1,5 +1,6 @@
 //! Reads `config.json` as the hub spells it and as transformers 5 spells it.
 
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
 use comoe_core::store::PackedFile;
@@ -59,7 +60,15 @@ impl ConfigFile {
                           .safetensors files";
             return Err(Error::bad_file(folder, reason));
         }
-        Self::read(&folder.join("config.json"))
+        let path = folder.join("config.json");
+        match Self::read(&path) {
+            Err(Error::Io { source, .. }) if source.kind() == ErrorKind::NotFound => {
+                let reason = "has no config.json; give the folder of a model, with config.json, tokenizer.json and \
+                              .safetensors files";
+                Err(Error::bad_file(folder, reason))
+            }
+            read => read,
+        }
     }
 
     /// The file `name` beside a model's weights, in a folder or a packed file; `None` when there is none.

@@ -49,9 +49,13 @@ pub(super) fn kv_parts(
             MixerPlan::Latent(l) => format!("latents of {} and keys of {}", l.latent, l.rope_dim),
             MixerPlan::Conv(c) => format!("convolution of {} channels", c.width),
         };
-        let bytes = (batch * context * layer.mixer.kept_bytes(dtype.size_in_bytes(), format)) as u64;
+        // What is too much to count does not fit either.
+        let kept = layer.mixer.kept_bytes(dtype.size_in_bytes(), format) as u64;
+        let bytes = (batch as u64).saturating_mul(context as u64).saturating_mul(kept);
         match parts.iter_mut().find(|p| p.what == what) {
-            Some(part) => (part.layers, part.bytes) = (part.layers + 1, part.bytes + bytes),
+            Some(part) => {
+                (part.layers, part.bytes) = (part.layers + 1, part.bytes.saturating_add(bytes));
+            }
             None => parts.push(KvPart { what, layers: 1, bytes }),
         }
     }
@@ -69,7 +73,8 @@ pub(super) fn device_needs(
     options: &LoadOptions,
     on_gpu: bool,
 ) -> (DeviceBytes, u64) {
-    let kv = kv_parts(plan, context, batch, options.dtype, options.kv).iter().map(|p| p.bytes).sum();
+    let kv = kv_parts(plan, context, batch, options.dtype, options.kv);
+    let kv = kv.iter().fold(0, |sum: u64, part| sum.saturating_add(part.bytes));
     let held = DeviceBytes { dense: weights.device_bytes(), kv, ..DeviceBytes::default() };
     if !on_gpu {
         return (held, 0);
@@ -100,7 +105,7 @@ pub(super) fn needs_of_several(
         buffers: driver_bytes(plan, directory) + other,
         ..DeviceBytes::default()
     };
-    [DeviceBytes { buffers: alone.buffers + members * first, ..alone }, elsewhere]
+    [DeviceBytes { buffers: alone.buffers.saturating_add(members * first), ..alone }, elsewhere]
 }
 
 /// Device memory of what a GPU learns of routing that drives by itself, alone. With several, the host learns; of `auto`, too,
@@ -140,6 +145,17 @@ mod tests {
         ] {
             assert_eq!(of(prefetch, driver, on_gpu), 0);
         }
+    }
+
+    #[test]
+    fn more_sequences_than_can_be_counted_fit_nowhere() {
+        for batch in [1 << 62, usize::MAX] {
+            let parts = kv_parts(&plan(&tiny_config()), 1024, batch, DType::F32, KvFormat::Plain);
+            assert_eq!(parts[0].bytes, u64::MAX);
+        }
+        let directory = Directory::new([(0, 4, 512)]).unwrap();
+        let buffers = buffer_bytes(&plan(&tiny_config()), &directory, 1024, DType::BF16, usize::MAX);
+        assert_eq!(buffers, u64::MAX);
     }
 
     #[test]

@@ -27,11 +27,11 @@ pub struct LoadOptions {
     pub dense: DenseFormat,
     /// How keys and values of the tokens so far are held.
     pub kv: KvFormat,
-    /// Tokens that memory is planned for, prompt and answer together; `None` is the model's limit or [`DEFAULT_CONTEXT`],
-    /// whichever is less. A longer sequence takes memory from the experts' slots.
+    /// Tokens that memory is planned for, prompt and answer together; `None` is the model's limit, [`DEFAULT_CONTEXT`] or
+    /// `most_context`, whichever is least. A longer sequence takes memory from the experts' slots.
     pub context: Option<usize>,
-    /// Tokens that a sequence may grow to; `None` is the model's limit. Less than the planned context counts as that, so
-    /// 0 keeps sequences from growing.
+    /// Tokens that a sequence may grow to; `None` is the model's limit. Less than a `context` that was asked for counts as
+    /// that, and 0 keeps sequences from growing.
     pub most_context: Option<usize>,
     /// How the expert cache is run. Its `top_k` is set by the model.
     pub cache: CacheOptions,
@@ -72,6 +72,14 @@ impl Default for LoadOptions {
     }
 }
 
+impl LoadOptions {
+    /// Tokens that memory is planned for, of a model whose limit is `most`.
+    pub(crate) fn planned_context(&self, most: usize) -> usize {
+        let limit = self.most_context.filter(|limit| *limit > 0).unwrap_or(usize::MAX);
+        self.context.unwrap_or(most.min(DEFAULT_CONTEXT).min(limit))
+    }
+}
+
 impl Decoder {
     /// Loads a folder with `config.json` and safetensors shards, a packed file, or a GGUF file; no tokenizer is needed.
     ///
@@ -96,8 +104,8 @@ pub(crate) fn open_decoder(
     options: &LoadOptions,
     progress: &(dyn Fn(Progress) + Sync),
 ) -> Result<Decoder> {
-    check_dtype(options.dtype, device)?;
-    let context = options.context.unwrap_or(plan.max_positions.min(DEFAULT_CONTEXT));
+    check_dtype(options.dtype, device.is_cuda())?;
+    let context = options.planned_context(plan.max_positions);
     plan.check_context(context)?;
     let naming = naming_of(&plan, files.quantisation()?);
     let checkpoint = Arc::new(files.checkpoint()?);
@@ -186,13 +194,13 @@ pub(super) fn slot_bytes(store: &ExpertStore, cuda: &CudaOptions, on_gpu: bool) 
     }
 }
 
-pub(super) fn check_dtype(dtype: DType, device: &Device) -> Result<()> {
-    match (dtype, device) {
-        (DType::F32, _) | (DType::BF16, Device::Cuda(_)) => Ok(()),
+pub(super) fn check_dtype(dtype: DType, on_gpu: bool) -> Result<()> {
+    match (dtype, on_gpu) {
+        (DType::F32, _) | (DType::BF16, true) => Ok(()),
         (dtype, _) => Err(Error::BadOption {
-            option: "dtype",
-            value: format!("{dtype:?}"),
-            expected: "expected F32, or BF16 on a GPU",
+            option: "dtype (--compute)",
+            value: dtype.as_str().to_owned(),
+            expected: "expected f32, or bf16 on a GPU",
         }),
     }
 }

@@ -9,7 +9,7 @@ use comoe_core::store::Directory;
 use comoe_core::{CacheOptions, ExpertFormat, ExpertLayout};
 
 use super::needs::{KvPart, device_needs, kv_parts, needs_of_several, table_bytes};
-use super::open::{DEFAULT_CONTEXT, checked_store, naming_of, plan_devices};
+use super::open::{check_dtype, checked_store, naming_of, plan_devices};
 use super::{DenseWeights, LoadOptions, ModelFiles};
 use crate::arch::{self, DecoderPlan};
 use crate::error::Result;
@@ -51,7 +51,8 @@ impl ModelPlan {
     pub fn open(path: &Path, target: Target, options: &LoadOptions) -> Result<Self> {
         let files = ModelFiles::open(path)?;
         let plan = arch::plan(files.config())?;
-        let context = options.context.unwrap_or(plan.max_positions.min(DEFAULT_CONTEXT));
+        check_dtype(options.dtype, target.on_gpu)?;
+        let context = options.planned_context(plan.max_positions);
         plan.check_context(context)?;
         let naming = naming_of(&plan, files.quantisation()?);
         let checkpoint = Arc::new(files.checkpoint()?);
@@ -112,8 +113,9 @@ impl ModelPlan {
     /// The same over several devices, of which the first has everything that is not experts; `rooms` are theirs.
     ///
     /// # Errors
-    /// As [`SharedPlan::new`].
+    /// As [`SharedPlan::new`]; [`comoe_core::Error::BadArgument`] where a device is asked to drive that cannot.
     pub fn shared_memory(&self, rooms: &[Room], options: &LoadOptions) -> Result<SharedPlan> {
+        options.cache.check_driver(self.target.on_gpu)?;
         let margin = self.margin + options.cache.reserve;
         let cache = CacheOptions { top_k: self.top_k(), ..options.cache.clone() };
         let needs = self.needs(rooms.len()).map(|needs| (needs, margin));
@@ -125,7 +127,8 @@ impl ModelPlan {
         let sizes = (self.context, self.dtype);
         let [mut first, other] =
             needs_of_several(&self.plan, self.others, &self.directory, sizes, devices, self.target.on_gpu);
-        first.buffers += if devices == 1 { self.table } else { 0 };
+        let table = if devices == 1 { self.table } else { 0 };
+        first.buffers = first.buffers.saturating_add(table);
         [first, other]
     }
 
@@ -144,7 +147,7 @@ impl ModelPlan {
             (experts * (1.0 - spared) * bytes as f64).round() as u64
         };
         TokenBytes {
-            dense: self.read + self.others.kv / 2,
+            dense: self.read.saturating_add(self.others.kv / 2),
             experts: self.plan.moe_layers().map(chosen).sum(),
             layers: if self.target.on_gpu { self.plan.layers.len() } else { 0 },
             batch: self.target.batch,
