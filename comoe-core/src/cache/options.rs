@@ -293,6 +293,33 @@ mod tests {
     }
 
     #[test]
+    fn a_ring_that_nobody_asked_for_takes_nothing_from_the_fewest_slots() {
+        let fit = CacheOptions { capacity: Capacity::Fit, top_k: 8, ..CacheOptions::default() };
+        assert_eq!(slots(&fit, 8 * SLOT as u64, true).unwrap(), 8);
+        let asked = CacheOptions { ring: Some(SLOT as u64), ..fit };
+        let e = slots(&asked, 8 * SLOT as u64, true).unwrap_err();
+        assert!(matches!(e, Error::NoRoom { slots: 9, ring: 1, staging: 0, most: 8, .. }), "{e}");
+        assert!(e.to_string().contains("9 slots (8 for experts, 1 of the ring for prompts)"), "{e}");
+    }
+
+    #[test]
+    fn a_driver_that_cannot_be_had_is_known_before_building() {
+        let check = |driver, policy, on_gpu| {
+            CacheOptions { driver, policy, ..CacheOptions::default() }.check_driver(on_gpu)
+        };
+        for driver in [DriverKind::Auto, DriverKind::Host] {
+            assert!(check(driver, PolicyKind::Lfu, false).is_ok());
+        }
+        assert!(check(DriverKind::Device, PolicyKind::Auto, true).is_ok());
+        for (policy, on_gpu) in
+            [(PolicyKind::Auto, false), (PolicyKind::Lfu, true), (PolicyKind::Blend, true)]
+        {
+            let e = check(DriverKind::Device, policy, on_gpu).unwrap_err().to_string();
+            assert!(e.contains("use auto or host"), "{e}");
+        }
+    }
+
+    #[test]
     fn what_one_token_needs_stays() {
         let directory = Directory::new([(0, 8, SLOT), (1, 2, SLOT)]).unwrap();
         let least = |slots, scope| {
