@@ -34,7 +34,7 @@ fn families_models_and_converted_experts() {
         }
         std::fs::write(folder.join("refs").join(revision), &commit).unwrap();
         for (file, bytes) in files {
-            std::fs::write(folder.join("blobs").join(file), bytes).unwrap();
+            // Some tools make no links, and the content is here.
             std::fs::write(folder.join("snapshots").join(&commit).join(file), bytes).unwrap();
         }
         folder
