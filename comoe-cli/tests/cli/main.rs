@@ -8,10 +8,13 @@ mod comoe_tiny;
 mod faults;
 mod generate;
 mod hub;
+#[cfg(unix)]
+mod interrupted;
 mod logits;
 #[cfg(target_os = "linux")]
 mod memory;
 mod models;
+mod outputs;
 mod pack;
 mod pins;
 mod plan;
