@@ -95,7 +95,7 @@ pub(crate) fn end_by(signal: i32) {
 
 /// From now on Ctrl-C and SIGTERM end the run when the answer at hand has stopped: [`go_on`] fails, and so do reads of
 /// [`input`]. The third ends it at once. With `stops_answers` Ctrl-C only stops an answer, if there is one. System calls that
-/// are interrupted are started again.
+/// Ctrl-C interrupts are started again.
 pub(crate) fn catch_interrupts(stops_answers: bool) {
     STOPS_ANSWERS.store(stops_answers, Ordering::SeqCst);
     // Without a pipe, input that is waited for has to come first.
@@ -110,7 +110,8 @@ pub(crate) fn catch_interrupts(stops_answers: bool) {
         unsafe {
             let mut action: libc::sigaction = std::mem::zeroed();
             action.sa_sigaction = on_signal as extern "C" fn(libc::c_int) as libc::sighandler_t;
-            action.sa_flags = libc::SA_RESTART;
+            // The line editor's read must not go on.
+            action.sa_flags = if stops_answers && signal != libc::SIGINT { 0 } else { libc::SA_RESTART };
             libc::sigemptyset(&mut action.sa_mask);
             // Can fail for a wrong signal number only.
             libc::sigaction(signal, &action, std::ptr::null_mut());
