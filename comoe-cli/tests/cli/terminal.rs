@@ -101,7 +101,7 @@ fn a_signal_that_ends_the_program_finds_it_at_the_prompt() {
     person.sees("cut at 12");
     person.sees("> ");
     // The prompt is there a little before the line editor waits, and what comes in between waits with it.
-    std::thread::sleep(std::time::Duration::from_millis(300));
+    std::thread::sleep(std::time::Duration::from_secs(1));
     // SAFETY: a signal to a child of ours that was not waited for yet, so its id is still its own.
     assert_eq!(unsafe { libc::kill(person.child.id() as libc::pid_t, libc::SIGTERM) }, 0);
     person.sees("written to");
