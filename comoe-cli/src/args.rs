@@ -1,6 +1,6 @@
 //! The command line.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use candle_core::DType;
 use clap::builder::{PossibleValuesParser, TypedValueParser};
@@ -11,13 +11,15 @@ use comoe_models::{DenseFormat, KvFormat};
 
 use crate::device::DeviceChoice;
 use crate::error::Error;
+use crate::output_file::{self, Kind, Named};
+use crate::pins::AUTO;
 use crate::quality::QualityArgs;
 use crate::trace::TraceCommand;
 use comoe_core::size::parse_size;
 
 const AFTER_HELP: &str = "\
 The answer goes to standard output, everything else to standard error.
-Exit codes: 0 done, 1 failed (also when standard output is closed early), 2 wrong usage.
+Exit codes: 0 done, 1 failed (also when standard output is closed early), 2 wrong usage, 130 ended by Ctrl-C.
 
 Environment:
   COMOE_CACHE  folder for converted experts and the chat history
@@ -328,6 +330,17 @@ impl ModelArgs {
         }
     }
 
+    /// The files that it names, by option; `MODEL` may be a folder, too.
+    pub(crate) fn files(&self) -> Vec<Named<'_>> {
+        let pin = self.pin.as_deref().filter(|pin| *pin != Path::new(AUTO));
+        let all = [
+            ("MODEL", self.model.as_deref()),
+            ("--pin", pin),
+            ("--predictor-table", self.predictor_table.as_deref()),
+        ];
+        all.into_iter().filter_map(|(option, path)| Some((option, path?))).collect()
+    }
+
     /// The room asked for, by device where it is not the same on all; none leaves the choice to the program.
     pub(crate) fn capacities(&self) -> Vec<Capacity> {
         let slots = self.slots.iter().map(|&n| Capacity::Slots(n));
@@ -458,6 +471,16 @@ pub(crate) struct OutputArgs {
 }
 
 impl OutputArgs {
+    /// Sees that `--trace` can be written, beside the files of the model.
+    ///
+    /// # Errors
+    /// As [`output_file::check`].
+    pub(crate) fn check(&self, model: &ModelArgs) -> crate::error::Result<()> {
+        self.trace
+            .as_deref()
+            .map_or(Ok(()), |path| output_file::check(Kind::Trace, ("--trace", path), &model.files()))
+    }
+
     /// What a trace of the run holds besides the routing.
     pub(crate) fn contents(&self) -> Contents {
         Contents { weights: true, guesses: self.trace_stale_gate }

@@ -1,6 +1,6 @@
 //! `comoe chat`: turns from a person at a terminal, or from a pipe.
 
-use std::io::{BufReader, IsTerminal};
+use std::io::{BufRead, BufReader, IsTerminal};
 use std::path::PathBuf;
 
 use comoe_core::stats::human_bytes;
@@ -12,13 +12,13 @@ use rustyline::{Config, Editor};
 
 use crate::args::ChatArgs;
 use crate::error::{Error, Result};
-use crate::input::Lines;
+use crate::input::{Lines, STDIN};
 use crate::load::{self, Loaded};
 use crate::output::say;
 use crate::places::CacheFolder;
-use crate::sys::{MemoryWatch, catch_interrupts};
+use crate::sys::{self, MemoryWatch, catch_interrupts};
 use crate::talk::{Settings, Talk, check_prompt};
-use crate::trace::Recording;
+use crate::trace::{self, Recording};
 use crate::{model_path, report, sampling};
 use comoe_core::size::parse_size;
 
@@ -32,6 +32,7 @@ Ctrl-C stops an answer. A line that begins with a space is said even if a / foll
 
 pub(crate) fn run(args: &ChatArgs) -> Result<()> {
     sampling::check(&args.sampler)?;
+    args.output.check(&args.model)?;
     let memory = MemoryWatch::start();
     let folder = model_path::find(args.model.model.as_deref(), args.output.quiet)?;
     let sampler = sampling::options(&args.sampler, &folder)?;
@@ -48,28 +49,46 @@ pub(crate) fn run(args: &ChatArgs) -> Result<()> {
         false => Talk::new(&loaded, args.system.as_deref(), settings, Some(&memory)),
     }?
     .recorded(recording.as_ref());
-    catch_interrupts();
-
     let mut turns = Turns::open(args.output.quiet)?;
+    catch_interrupts(turns.is_a_person());
+    let done = answer_all(&mut turns, &mut talk, &loaded, &memory, args.sampler.raw);
+    // It borrows the recording to its very end.
+    drop(talk);
+    trace::keep(&loaded, recording, args.output.quiet, done)?;
+    if args.output.stats {
+        report::say_cache(&loaded, &memory);
+    }
+    report::say_warnings(&loaded);
+    Ok(())
+}
+
+/// Answers turns, and does what commands among them say, to the last.
+fn answer_all(
+    turns: &mut Turns,
+    talk: &mut Talk<'_>,
+    loaded: &Loaded,
+    memory: &MemoryWatch,
+    raw: bool,
+) -> Result<()> {
     loop {
         let line = match turns.next_turn()? {
             Turn::Line(line) => line,
-            Turn::End => break,
+            Turn::End => return Ok(()),
         };
-        if check_prompt(&line, args.sampler.raw).is_err() {
+        if check_prompt(&line, raw).is_err() {
             continue;
         }
         if line.starts_with('/') {
             match line.trim_end() {
-                "/quit" => break,
+                "/quit" => return Ok(()),
                 "/help" => say!("{HELP}"),
-                "/stats" => say_stats(&loaded, &memory),
+                "/stats" => say_stats(loaded, memory),
                 "/reset" => {
                     talk.reset()?;
                     say!("the conversation is forgotten");
                 }
                 command if command.split_whitespace().next() == Some("/vram") => {
-                    set_budget(&loaded, command["/vram".len()..].trim());
+                    set_budget(loaded, command["/vram".len()..].trim());
                 }
                 other => say!("{other} is no command; /help lists them"),
             }
@@ -82,17 +101,6 @@ pub(crate) fn run(args: &ChatArgs) -> Result<()> {
             Err(e) => return Err(e),
         }
     }
-    // It borrows the recording to its very end.
-    drop(talk);
-    if let Some(recording) = recording {
-        recording.finish(&loaded, args.output.quiet)?;
-    }
-    loaded.keep_learned();
-    if args.output.stats {
-        report::say_cache(&loaded, &memory);
-    }
-    report::say_warnings(&loaded);
-    Ok(())
 }
 
 fn say_stats(loaded: &Loaded, memory: &MemoryWatch) {
@@ -125,13 +133,15 @@ enum Turn {
 /// Where turns come from.
 enum Turns {
     Person(Box<Prompt>),
-    Pipe(Lines<BufReader<std::io::Stdin>>),
+    Pipe(Lines<Box<dyn BufRead>>),
 }
 
 impl Turns {
     fn open(quiet: bool) -> Result<Self> {
         if !std::io::stdin().is_terminal() {
-            return Ok(Self::Pipe(Lines::new(BufReader::new(std::io::stdin()))));
+            let from = || STDIN.to_owned();
+            let input = sys::input().map_err(|source| Error::Input { from: from(), source })?;
+            return Ok(Self::Pipe(Lines::new(Box::new(BufReader::new(input)), from())));
         }
         if !quiet {
             say!("/help lists the commands, Ctrl-C stops an answer, Ctrl-D ends");
@@ -144,10 +154,14 @@ impl Turns {
     }
 
     fn next_turn(&mut self) -> Result<Turn> {
-        match self {
+        sys::go_on()?;
+        let turn = match self {
             Self::Person(prompt) => prompt.next_turn(),
-            Self::Pipe(lines) => Ok(lines.next_line()?.map_or(Turn::End, Turn::Line)),
-        }
+            Self::Pipe(lines) => lines.next_line().map(|line| line.map_or(Turn::End, Turn::Line)),
+        };
+        // What came while it waited tells more than how that ended.
+        sys::go_on()?;
+        turn
     }
 }
 
@@ -179,6 +193,7 @@ impl Prompt {
                 Ok(line) => Ok(Turn::Line(line)),
                 Err(ReadlineError::Eof) => Ok(Turn::End),
                 Err(ReadlineError::Interrupted | ReadlineError::Signal(Signal::Interrupt)) => {
+                    sys::go_on()?;
                     if interrupted {
                         return Ok(Turn::End);
                     }

@@ -81,8 +81,9 @@ pub(crate) enum Error {
     #[error("--tokens: {id} is no token of this model, whose ids end at {}", vocab.saturating_sub(1))]
     NoSuchToken { id: u32, vocab: usize },
 
-    #[error("{}: the logits could not be written: {reason}", path.display())]
-    Logits { path: PathBuf, reason: String },
+    /// A file that must not be written.
+    #[error("{}: {reason}; give {option} another name", path.display())]
+    OutputFile { path: PathBuf, reason: String, option: String },
 
     #[error("--decode {decode} of {tokens} tokens: give at most {tokens}")]
     DecodeTooMany { decode: usize, tokens: usize },
@@ -95,17 +96,21 @@ pub(crate) enum Error {
     #[error("{}: drawing failed: {reason}", path.display())]
     Plot { path: PathBuf, reason: String },
 
-    #[error("standard input, line {line}: not UTF-8 at byte {byte} of the line; convert it to UTF-8 first")]
-    NotUtf8 { line: usize, byte: usize },
+    #[error("{from}, line {line}: not UTF-8 at byte {byte} of the line; convert it to UTF-8 first")]
+    NotUtf8 { from: String, line: usize, byte: usize },
 
-    #[error("standard input, line {line}: longer than {limit} bytes; split it into shorter turns")]
-    LineTooLong { line: usize, limit: usize },
+    #[error("{from}, line {line}: longer than {limit} bytes; split it into shorter turns")]
+    LineTooLong { from: String, line: usize, limit: usize },
 
-    #[error("standard input: more than {limit} bytes; give a shorter prompt")]
-    InputTooLong { limit: usize },
+    #[error("{from}: more than {limit} bytes; give a shorter prompt")]
+    InputTooLong { from: String, limit: usize },
 
-    #[error("standard input: {0}")]
-    Input(io::Error),
+    #[error("{from}: {source}")]
+    Input { from: String, source: io::Error },
+
+    /// The user, or the system, asked for the end.
+    #[error("interrupted")]
+    Interrupted { signal: i32 },
 
     #[error("standard output was closed before the answer ended; let its reader read to the end")]
     OutputClosed,
@@ -148,6 +153,8 @@ impl Error {
             | Self::PackName { .. }
             | Self::EvaluateAlone { .. }
             | Self::Hub(crate::hub::Error::BadName { .. }) => ExitCode::from(USAGE),
+            // Where a signal cannot end it, as shells tell of one that did.
+            Self::Interrupted { signal } => ExitCode::from(128u8.saturating_add(*signal as u8)),
             _ => ExitCode::from(FAILED),
         }
     }
@@ -188,7 +195,8 @@ mod tests {
 
     #[test]
     fn a_message_is_one_line() {
-        let e = Error::Input(io::Error::other("first\n  second\n\nthird\n"));
+        let source = io::Error::other("first\n  second\n\nthird\n");
+        let e = Error::Input { from: "standard input".to_owned(), source };
         assert_eq!(e.line(), "standard input: first; second; third");
     }
 }

@@ -3,9 +3,9 @@
 use crate::args::GenerateArgs;
 use crate::error::Result;
 use crate::load;
-use crate::sys::MemoryWatch;
+use crate::sys::{MemoryWatch, catch_interrupts};
 use crate::talk::{Settings, Talk, check_prompt};
-use crate::trace::Recording;
+use crate::trace::{self, Recording};
 use crate::{input, model_path, report, sampling};
 
 /// A prompt of this text stands for standard input.
@@ -23,6 +23,8 @@ pub(crate) fn run(args: &GenerateArgs) -> Result<()> {
     };
     check_prompt(prompt, args.sampler.raw)?;
 
+    args.output.check(&args.model)?;
+
     let memory = (args.output.stats || args.output.json).then(MemoryWatch::start);
     let folder = model_path::find(args.model.model.as_deref(), args.output.quiet)?;
     let sampler = sampling::options(&args.sampler, &folder)?;
@@ -31,18 +33,16 @@ pub(crate) fn run(args: &GenerateArgs) -> Result<()> {
     let talk = match args.sampler.raw {
         true => Talk::without_template(&loaded, settings, memory.as_ref()),
         false => Talk::new(&loaded, None, settings, memory.as_ref()),
-    };
+    }?;
     let recording = args
         .output
         .trace
         .as_deref()
         .map(|path| Recording::start(path, &loaded, args.output.contents()))
         .transpose()?;
-    talk?.recorded(recording.as_ref()).say(prompt)?;
-    if let Some(recording) = recording {
-        recording.finish(&loaded, args.output.quiet)?;
-    }
-    loaded.keep_learned();
+    catch_interrupts(false);
+    let done = talk.recorded(recording.as_ref()).say(prompt);
+    trace::keep(&loaded, recording, args.output.quiet, done)?;
     if args.output.stats
         && let Some(memory) = &memory
     {

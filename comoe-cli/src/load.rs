@@ -79,7 +79,7 @@ fn load_with<M: AsRef<Decoder>>(
     let cache = CacheFolder::open();
     let say_where = || {
         if let Some(note) = &cache.note {
-            say!("note: {note}");
+            say!("warning: {note}");
         }
     };
     if args.format != Format::Source {
@@ -96,7 +96,7 @@ fn load_with<M: AsRef<Decoder>>(
         options.cuda.progress = Some(Arc::new(move |done, total| locking.page_locking(done, total)));
     }
     options.cache_dir = cache.path.clone();
-    let pins = Pins::find(args.pin.as_deref(), &folder)?;
+    let pins = Pins::find(args.pin.as_deref(), &folder, quiet)?;
     options.cache.pinned = pins.as_ref().map(Pins::experts).unwrap_or_default();
     let started = Instant::now();
     let converted = AtomicBool::new(false);
@@ -145,7 +145,7 @@ fn load_with<M: AsRef<Decoder>>(
         graph,
     };
     let (asked, experts) = (args.predictor_table.as_deref(), loaded.model.as_ref().experts());
-    loaded.table = PredictorTable::open(asked, &loaded.folder, loaded.name(), experts)?;
+    loaded.table = PredictorTable::open(asked, &loaded.folder, loaded.name(), experts, quiet)?;
     loaded.say_what_is_in_force(quiet);
     Ok(loaded)
 }
@@ -293,10 +293,8 @@ impl<M: AsRef<Decoder>> Loaded<M> {
                     human_bytes(m.margin)
                 );
             }
-            self.notes.iter().for_each(|note| say!("note: {note}"));
-        }
-        for note in self.model.as_ref().notes() {
-            say!("note: {note}");
+            let notes = self.notes.iter().chain(self.model.as_ref().notes());
+            notes.for_each(|note| say!("note: {note}"));
         }
     }
 

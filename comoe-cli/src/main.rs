@@ -16,6 +16,7 @@ mod memory;
 mod model_path;
 mod models;
 mod output;
+mod output_file;
 mod pack;
 mod pins;
 mod places;
@@ -67,6 +68,9 @@ fn main() -> ExitCode {
         Ok(()) => ExitCode::SUCCESS,
         Err(e) => {
             say!("comoe: {}", e.line());
+            if let error::Error::Interrupted { signal } = e {
+                sys::end_by(signal);
+            }
             e.exit_code()
         }
     }

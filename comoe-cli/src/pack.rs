@@ -3,6 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
+use comoe_core::WholeFile;
 use comoe_core::stats::human_bytes;
 use comoe_models::Progress;
 use comoe_models::load::Packer;
@@ -104,6 +105,7 @@ fn check_target(file: &Path, bytes: u64) -> Result<()> {
         return Err(Error::PackExists { path: file.to_owned() });
     }
     let folder = file.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    WholeFile::create(file).map(drop)?;
     match sys::free_space(folder) {
         Some(free) if free < bytes => {
             Err(comoe_core::Error::DiskFull { path: file.to_owned(), bytes }.into())

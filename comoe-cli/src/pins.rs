@@ -13,7 +13,7 @@ use crate::predictor::file_name;
 use crate::trace::experts_in;
 
 /// What learns from run to run.
-const AUTO: &str = "auto";
+pub(crate) const AUTO: &str = "auto";
 
 /// Where the experts to pin come from.
 #[derive(Debug)]
@@ -25,11 +25,11 @@ pub(crate) struct Pins {
 }
 
 impl Pins {
-    /// The experts of what was `asked` for, for the model at `folder`.
+    /// The experts of what was `asked` for, for the model at `folder`. Notes are said unless `quiet`.
     ///
     /// # Errors
     /// When a trace cannot be read or is another model's. What was learned and cannot be read is learned anew.
-    pub(crate) fn find(asked: Option<&Path>, folder: &Path) -> Result<Option<Self>> {
+    pub(crate) fn find(asked: Option<&Path>, folder: &Path, quiet: bool) -> Result<Option<Self>> {
         let Some(asked) = asked else { return Ok(None) };
         let directory = experts_in(folder)?;
         if asked != Path::new(AUTO) {
@@ -37,21 +37,24 @@ impl Pins {
             trace.info().check_model(&directory).map_err(Error::core)?;
             return Ok(Some(Self { uses: Some(ExpertUses::of_trace(&trace)), kept: None }));
         }
+        let note = |text: &str| {
+            if !quiet {
+                say!("note: nothing is pinned{text}");
+            }
+        };
         let name = file_name("uses", "json", &name_of_model(folder), folder);
         let Some(path) = CacheFolder::open().path.map(|cache| cache.join(name)) else {
-            say!("note: nothing is pinned: there is no folder to learn in (set COMOE_CACHE)");
+            note(": there is no folder to learn in (set COMOE_CACHE)");
             return Ok(Some(Self { uses: None, kept: None }));
         };
         let uses = match path.exists().then(|| ExpertUses::load(&path, &directory)) {
             Some(Ok(uses)) => Some(uses),
             Some(Err(e)) => {
-                say!("note: nothing is pinned, and learned anew, since {e}");
+                note(&format!(", and learned anew, since {e}"));
                 None
             }
             None => {
-                say!(
-                    "note: nothing is pinned: no run has been learned from yet; this one is, and the next will pin"
-                );
+                note(": no run has been learned from yet; this one is, and the next will pin");
                 None
             }
         };
@@ -63,7 +66,7 @@ impl Pins {
     /// # Errors
     /// As [`Self::find`].
     pub(crate) fn check(asked: Option<&Path>, folder: &Path) -> Result<()> {
-        Self::find(asked.filter(|asked| *asked != Path::new(AUTO)), folder).map(drop)
+        Self::find(asked.filter(|asked| *asked != Path::new(AUTO)), folder, true).map(drop)
     }
 
     /// The hottest first.

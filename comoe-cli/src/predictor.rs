@@ -15,13 +15,14 @@ pub(crate) struct PredictorTable {
     model: String,
     /// The file was asked for.
     asked: bool,
+    quiet: bool,
     /// Tokens that earlier runs learned from.
     found: u64,
 }
 
 impl PredictorTable {
     /// Takes over what earlier runs learned, from the file that was `asked` for, or else from the model's own in the cache
-    /// folder. `None` where the prefetch in force learns no table, or there is no folder.
+    /// folder. Notes are said unless `quiet`. `None` where the prefetch in force learns no table, or there is no folder.
     ///
     /// # Errors
     /// When the file asked for is there and cannot be used. One of our own is then learned anew.
@@ -30,10 +31,11 @@ impl PredictorTable {
         folder: &Path,
         model: String,
         experts: &ExpertCache,
+        quiet: bool,
     ) -> Result<Option<Self>> {
         if experts.predictor_table().is_none() {
             match experts.placement() {
-                _ if asked.is_none() => {}
+                _ if asked.is_none() || quiet => {}
                 None => say!("note: --predictor-table changes nothing: what is prefetched is not learned"),
                 Some(_) => say!(
                     "note: --predictor-table changes nothing: each of several devices learns a table of its own, and none is kept"
@@ -49,17 +51,18 @@ impl PredictorTable {
             match experts.load_predictor_table(&path, &model) {
                 Ok(()) => {}
                 Err(e) if asked.is_some() => return Err(Error::core(e)),
+                Err(_) if quiet => {}
                 Err(e) => say!("note: prefetching learns anew, since {e}"),
             }
         }
         let found = experts.predictor_table().unwrap_or(0);
-        Ok(Some(Self { path, model, asked: asked.is_some(), found }))
+        Ok(Some(Self { path, model, asked: asked.is_some(), quiet, found }))
     }
 
     /// Keeps what is known now, unless the model turned out to guess by itself. A failure is no reason to fail the run.
     pub(crate) fn save(&self, experts: &ExpertCache) {
         if experts.predictor_table().is_none() {
-            if self.asked {
+            if self.asked && !self.quiet {
                 say!("note: no predictor table is kept: the model guesses by itself");
             }
             return;

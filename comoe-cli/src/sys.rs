@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-pub(crate) use interrupt::{Answering, catch_interrupts};
+pub(crate) use interrupt::{Answering, catch_interrupts, end_by, go_on, input};
 
 /// A line such as `RssAnon:    1234 kB` of a file under `/proc`, in bytes.
 fn field(text: &str, name: &str) -> Option<u64> {
@@ -135,64 +135,8 @@ pub(crate) fn private_folder(path: &std::path::Path) -> std::io::Result<()> {
     std::fs::create_dir_all(path)
 }
 
-/// Ctrl-C: a plain `sigaction`, since all that is needed is one flag, and no thread should wait for it.
 #[cfg(unix)]
-mod interrupt {
-    use std::sync::atomic::{AtomicBool, Ordering};
-
-    static ANSWERING: AtomicBool = AtomicBool::new(false);
-    static INTERRUPTED: AtomicBool = AtomicBool::new(false);
-
-    /// While this lives, Ctrl-C is noted and nothing else; otherwise it ends the program as usual.
-    #[derive(Debug)]
-    pub(crate) struct Answering(());
-
-    impl Answering {
-        pub(crate) fn begin() -> Self {
-            INTERRUPTED.store(false, Ordering::SeqCst);
-            ANSWERING.store(true, Ordering::SeqCst);
-            Self(())
-        }
-
-        /// Whether Ctrl-C was pressed since.
-        pub(crate) fn interrupted(&self) -> bool {
-            INTERRUPTED.load(Ordering::SeqCst)
-        }
-    }
-
-    impl Drop for Answering {
-        fn drop(&mut self) {
-            ANSWERING.store(false, Ordering::SeqCst);
-        }
-    }
-
-    extern "C" fn on_interrupt(signal: libc::c_int) {
-        if ANSWERING.load(Ordering::SeqCst) {
-            INTERRUPTED.store(true, Ordering::SeqCst);
-        } else {
-            // SAFETY: both calls are async-signal-safe (POSIX 2.4.3). The signal is blocked while its handler runs,
-            // so it is delivered, with the default action, when this returns: the parent sees how the program ended.
-            unsafe {
-                libc::signal(signal, libc::SIG_DFL);
-                libc::raise(signal);
-            }
-        }
-    }
-
-    /// From now on Ctrl-C stops an answer. Reads and writes that it interrupts are started again.
-    pub(crate) fn catch_interrupts() {
-        // SAFETY: `action` is a plain C struct for which all zeroes is valid; the handler has the signature that
-        // `sa_sigaction` without SA_SIGINFO calls, and touches atomics and async-signal-safe calls only.
-        unsafe {
-            let mut action: libc::sigaction = std::mem::zeroed();
-            action.sa_sigaction = on_interrupt as extern "C" fn(libc::c_int) as libc::sighandler_t;
-            action.sa_flags = libc::SA_RESTART;
-            libc::sigemptyset(&mut action.sa_mask);
-            // Can fail for a wrong signal number only.
-            libc::sigaction(libc::SIGINT, &action, std::ptr::null_mut());
-        }
-    }
-}
+mod interrupt;
 
 /// Elsewhere Ctrl-C ends the program.
 #[cfg(not(unix))]
@@ -210,7 +154,17 @@ mod interrupt {
         }
     }
 
-    pub(crate) fn catch_interrupts() {}
+    pub(crate) fn catch_interrupts(_stops_answers: bool) {}
+
+    pub(crate) fn end_by(_signal: i32) {}
+
+    pub(crate) fn go_on() -> crate::error::Result<()> {
+        Ok(())
+    }
+
+    pub(crate) fn input() -> std::io::Result<impl std::io::Read> {
+        Ok(std::io::stdin())
+    }
 }
 
 #[cfg(test)]

@@ -12,7 +12,7 @@ use crate::error::{Error, Result};
 use crate::load::Loaded;
 use crate::output::{Answers, say};
 use crate::report::{self, Report};
-use crate::sys::{Answering, MemoryWatch};
+use crate::sys::{self, Answering, MemoryWatch};
 use crate::trace::Recording;
 
 /// Most tokens of an answer unless asked otherwise. Models that never stop exist.
@@ -82,11 +82,21 @@ impl<'m> Talk<'m> {
         }?)
     }
 
-    /// Says `text` and prints the answer as it comes. Ctrl-C stops the answer.
+    /// Says `text` and prints the answer as it comes, until Ctrl-C stops it. A turn that fails is not recorded.
     ///
     /// # Errors
-    /// When the text does not fit the context, the model fails, or standard output cannot be written.
+    /// When the text does not fit the context, the model fails, standard output cannot be written, or the run is to end,
+    /// which [`sys::go_on`] says.
     pub(crate) fn say(&mut self, text: &str) -> Result<()> {
+        sys::go_on()?;
+        let said = self.answer(text);
+        if let (Err(_), Some(recording)) = (&said, self.recording) {
+            recording.drop_turn();
+        }
+        said
+    }
+
+    fn answer(&mut self, text: &str) -> Result<()> {
         let (turn, recording) = (self.turns, self.recording);
         let seed = self.settings.sampler.seed.wrapping_add(turn);
         self.turns += 1;
@@ -137,6 +147,9 @@ impl<'m> Talk<'m> {
             self.answers.piece(&Report::new(self.loaded, &shown, seed, self.memory).line());
         }
         self.answers.end()?;
+        if matches!(reply.generation.finish, Finish::Cancelled) {
+            sys::go_on()?;
+        }
         self.remark(&reply.generation, reply.dropped_turns);
         Ok(())
     }

@@ -69,6 +69,7 @@ pub mod stats;
 pub mod store;
 mod sys;
 pub mod trace;
+mod whole_file;
 
 pub use backend::cuda::{
     CudaOptions, ResidentFormat, cuda_device, cuda_device_count, cuda_give_back, cuda_memory, cuda_pool,
@@ -86,3 +87,4 @@ pub use predict::Prefetch;
 pub use schedule::{PrefetchTrigger, Rules};
 pub use stats::CacheStats;
 pub use store::ExpertStore;
+pub use whole_file::WholeFile;

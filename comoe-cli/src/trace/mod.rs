@@ -12,7 +12,7 @@ use std::path::Path;
 use comoe_core::trace::Trace;
 
 pub(crate) use args::TraceCommand;
-pub(crate) use record::{Recording, experts_in};
+pub(crate) use record::{Recording, experts_in, keep};
 
 use crate::error::{Error, Result};
 

@@ -1,8 +1,10 @@
 //! `comoe trace plot`: three pictures in one file.
 
-use comoe_core::Scope;
+use std::io::Write;
+
 use comoe_core::replay::{PredictOptions, PredictorKind, ReplayPolicy, recall_by_layer, replay};
 use comoe_core::trace::Trace;
+use comoe_core::{Scope, WholeFile};
 use plotters::coord::Shift;
 use plotters::prelude::*;
 
@@ -10,6 +12,7 @@ use super::args::PlotArgs;
 use super::{name, open};
 use crate::error::{Error, Result};
 use crate::output::say;
+use crate::output_file::{self, Kind};
 
 const SIZE: (u32, u32) = (1200, 1500);
 /// Colours that also people who see few colours can tell apart (Okabe and Ito 2008).
@@ -27,11 +30,18 @@ type Area<'a> = DrawingArea<SVGBackend<'a>, Shift>;
 type Drawn = std::result::Result<(), Box<dyn std::error::Error>>;
 
 pub(crate) fn run(args: &PlotArgs) -> Result<()> {
+    let others = [("TRACE", Some(&args.file.trace)), ("--model", args.file.model.as_ref())];
+    let others: Vec<_> =
+        others.into_iter().filter_map(|(what, path)| Some((what, path?.as_path()))).collect();
+    output_file::check(Kind::Picture, ("--output", &args.output), &others)?;
     let trace = open(&args.file)?;
     let mut svg = String::new();
     draw(&trace, args, &mut svg)
         .map_err(|e| Error::Plot { path: args.output.clone(), reason: e.to_string() })?;
-    std::fs::write(&args.output, svg).map_err(|e| Error::core(comoe_core::Error::io(&args.output, e)))?;
+    let whole = WholeFile::create(&args.output).map_err(Error::core)?;
+    let written = whole.file().write_all(svg.as_bytes());
+    written.map_err(|e| Error::core(comoe_core::Error::io(&args.output, e)))?;
+    whole.replace().map_err(Error::core)?;
     say!("drawn to {}", name(&args.output));
     Ok(())
 }

@@ -1,10 +1,6 @@
 //! `comoe chat` with turns from a pipe.
 
-use std::process::Stdio;
-
 use crate::checkpoint::{Checkpoint, Sizes};
-#[cfg(unix)]
-use crate::program::Running;
 use crate::program::{Run, comoe, model, run_with};
 
 fn chat(turns: &str, extra: &[&str]) -> Run {
@@ -176,46 +172,4 @@ fn instructions_come_first() {
     let plain = tokens(chat("hello\n", &["--json"])).unwrap();
     let instructed = tokens(chat("hello\n", &["--json", "--system", "Be kind."])).unwrap();
     assert_eq!(instructed, plain + 3 + ("system\n".len() + "Be kind.".len()) as u64);
-}
-
-#[cfg(unix)]
-#[test]
-fn ctrl_c_stops_the_answer_and_not_the_program() {
-    use std::os::unix::process::ExitStatusExt;
-
-    let folder = tempfile::tempdir().unwrap();
-    Checkpoint::new(Sizes { context: 65536, ..Sizes::default() }).write(folder.path());
-    let start = || {
-        let mut command = comoe();
-        command.arg("chat").arg(folder.path()).args([
-            "--temperature=0",
-            "--context=65536",
-            "--max-tokens=60000",
-        ]);
-        Running::start(command.stdin(Stdio::piped()))
-    };
-    let interrupt = |running: &Running| {
-        // SAFETY: a signal to a child of ours that was not waited for yet, so its id is still its own.
-        assert_eq!(unsafe { libc::kill(running.child.id() as libc::pid_t, libc::SIGINT) }, 0);
-    };
-    let mut running = start();
-    for _ in 0..2 {
-        running.write(b"hello\n");
-        running.read_byte();
-        interrupt(&running);
-        let rest = running.read_until(b'\n');
-        assert!(rest.len() < 50_000, "{} letters were not stopped", rest.len());
-    }
-    let run = running.finish();
-    assert!(run.status.success() && run.stdout.is_empty(), "{run:?}");
-    assert_eq!(run.stderr.matches("the answer was stopped").count(), 2, "{}", run.stderr);
-
-    // Between answers it ends the program, in the way that the shell expects.
-    let mut running = start();
-    running.write(b"hello\n");
-    running.read_byte();
-    interrupt(&running);
-    running.read_until(b'\n');
-    interrupt(&running);
-    assert_eq!(running.finish().status.signal(), Some(libc::SIGINT));
 }

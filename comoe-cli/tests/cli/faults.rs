@@ -140,8 +140,8 @@ fn a_full_disk_is_said_by_everything_that_writes() {
         "/dev/full",
         "--prompts",
     ]);
-    Running::start(record.arg(&prompts)).finish().fails(1, &["/dev/full", "os error 28"]);
-    // Written under another name first; a device is never replaced.
+    // What is written has another name first, and a device is never replaced.
+    Running::start(record.arg(&prompts)).finish().fails(1, &["/dev/full", "is no regular file"]);
     let logits = |file: &Path, full: bool| {
         let mut command = comoe();
         command.arg("logits").arg(model()).args(["--tokens=1,2", "--quiet", "-o"]).arg(file);

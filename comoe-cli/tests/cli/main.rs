@@ -8,11 +8,14 @@ mod comoe_tiny;
 mod faults;
 mod generate;
 mod hub;
+#[cfg(unix)]
+mod interrupted;
 mod limits;
 mod logits;
 #[cfg(target_os = "linux")]
 mod memory;
 mod models;
+mod outputs;
 mod pack;
 mod pins;
 mod plan;

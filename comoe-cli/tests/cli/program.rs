@@ -134,6 +134,13 @@ impl Running {
         byte[0]
     }
 
+    /// Sends it a signal.
+    #[cfg(unix)]
+    pub(crate) fn signal(&self, signal: libc::c_int) {
+        // SAFETY: a signal to a child of ours that was not waited for yet, so its id is still its own.
+        assert_eq!(unsafe { libc::kill(self.child.id() as libc::pid_t, signal) }, 0);
+    }
+
     /// Closes standard input and waits for the end.
     pub(crate) fn finish(mut self) -> Run {
         drop(self.child.stdin.take());

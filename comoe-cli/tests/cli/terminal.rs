@@ -3,7 +3,7 @@
 use std::fs::File;
 use std::io::{Read, Write};
 use std::os::fd::{FromRawFd, OwnedFd};
-use std::os::unix::process::CommandExt;
+use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::process::{Child, Stdio};
 
 use crate::checkpoint::{Checkpoint, Sizes};
@@ -85,6 +85,28 @@ fn thoughts_are_faint_on_a_terminal_or_a_sign_of_life() {
     assert!(!person.seen.contains("\x1b[2m"));
     person.types("\x04");
     assert!(person.child.wait().unwrap().success());
+}
+
+/// Asked to end from outside while it waits for a person, it ends as if the person had left.
+#[test]
+fn a_signal_that_ends_the_program_finds_it_at_the_prompt() {
+    let home = tempfile::tempdir().unwrap();
+    let file = home.path().join("t.trace");
+    let model = crate::program::model().display().to_string();
+    let trace = file.display().to_string();
+    let args = [&model, "--temperature=0", "--max-tokens=12", "--trace", &trace];
+    let mut person = Person::sits_down(&args, home.path());
+    person.sees("> ");
+    person.types("hello\r");
+    person.sees("cut at 12");
+    person.sees("> ");
+    // The prompt is there a little before the line editor waits, and what comes in between waits with it.
+    std::thread::sleep(std::time::Duration::from_secs(1));
+    // SAFETY: a signal to a child of ours that was not waited for yet, so its id is still its own.
+    assert_eq!(unsafe { libc::kill(person.child.id() as libc::pid_t, libc::SIGTERM) }, 0);
+    person.sees("written to");
+    assert_eq!(person.child.wait().unwrap().signal(), Some(libc::SIGTERM));
+    assert_eq!(crate::interrupted::shown(&file)["turns"], 1);
 }
 
 #[test]

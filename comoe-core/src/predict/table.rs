@@ -9,7 +9,8 @@ use serde::{Deserialize, Serialize};
 use super::Correlation;
 use crate::error::{Error, Result};
 use crate::framed::{Cursor, compress, decompress, fnv};
-use crate::store::{Directory, write_whole};
+use crate::store::Directory;
+use crate::whole_file::write_whole;
 
 /// First bytes of a table's file.
 pub const TABLE_MAGIC: [u8; 8] = *b"comoe-pt";

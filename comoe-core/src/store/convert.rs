@@ -85,7 +85,7 @@ impl ExpertStore {
                         if let Some(reason) = reason {
                             tracing::warn!("converting again, since {reason}");
                         }
-                        converter.to_file(&path, &info, &[])?;
+                        converter.to_file(&path, &info, &[])?.finish()?;
                         (PackedFile::open(&path)?, "written to")
                     }
                 };
@@ -106,12 +106,12 @@ impl ExpertStore {
     }
 
     /// Writes the experts in `format`, and `tensors` behind them, to the packed file `path`: on all threads, with a few
-    /// records per thread in memory, and under that name only once it is whole. The same experts and tensors give the
-    /// same bytes. `progress` hears of the experts written and the experts in all, from several threads, in any order.
+    /// records per thread in memory, and under that name only once it is whole; nothing must have it. The same experts and
+    /// tensors give the same bytes. `progress` hears of the experts written and the experts in all, from several threads, in any order.
     ///
     /// # Errors
-    /// [`Error::Io`], [`Error::DiskFull`]; [`Error::BadTensor`] and [`Error::FillFailed`] as
-    /// [`Self::into_format_with`] has them.
+    /// [`Error::Io`], [`Error::DiskFull`]; [`Error::BadFile`] when something has that name, also at the end;
+    /// [`Error::BadTensor`] and [`Error::FillFailed`] as [`Self::into_format_with`] has them.
     pub fn pack(
         &self,
         path: &Path,
@@ -119,12 +119,15 @@ impl ExpertStore {
         mut tensors: Vec<PackedTensor<'_>>,
         progress: Option<&(dyn Fn(usize, usize) + Sync)>,
     ) -> Result<PackReport> {
+        if path.symlink_metadata().is_ok() {
+            return Err(Error::bad_file(path, "is there already; remove it, or give another name"));
+        }
         // Times of files are part of a key, and would be of the bytes.
         let info = self.packed_info(format, String::new());
         let (layouts, directory) = (info.layouts(), info.directory()?);
         let converter = Converter::new(self, &layouts, directory, progress);
         sort_tensors(&mut tensors);
-        converter.to_file(path, &info, &tensors)?;
+        converter.to_file(path, &info, &tensors)?.finish_new()?;
         let losses = converter.losses();
         Ok(PackReport {
             experts: converter.directory.len(),
@@ -225,7 +228,8 @@ impl<'a> Converter<'a> {
         MemorySource::new(self.directory.clone(), records)
     }
 
-    fn to_file(&self, path: &Path, info: &PackedInfo, tensors: &[PackedTensor<'_>]) -> Result<()> {
+    /// All that is to be written, under no name yet.
+    fn to_file(&self, path: &Path, info: &PackedInfo, tensors: &[PackedTensor<'_>]) -> Result<PackedWriter> {
         let writer = PackedWriter::create_with(path, info, tensors)?;
         tensors.par_iter().enumerate().try_for_each(|(at, t)| writer.write_tensor(at, t.bytes))?;
         let done = AtomicUsize::new(0);
@@ -239,7 +243,7 @@ impl<'a> Converter<'a> {
                 Ok::<(), Error>(())
             },
         )?;
-        writer.finish()
+        Ok(writer)
     }
 
     fn indices(&self) -> impl IndexedParallelIterator<Item = RecordIndex> {

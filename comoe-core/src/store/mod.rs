@@ -39,7 +39,6 @@ pub use naming::{ExpertTensor, Matrix, Naming, StackedLayout, TensorKind, Tensor
 pub use packed::{PackedFile, PackedInfo, PackedLayer, PackedTensor};
 pub use packed_verify::{PackedPart, Verified};
 pub use packed_writer::PackedWriter;
-pub(crate) use packed_writer::write_whole;
 pub(crate) use part::PartSource;
 pub use quant::{Quantisation, QuantisedMatrix};
 /// Element type of a checkpoint's tensor.

@@ -254,7 +254,7 @@ fn a_writer_leaves_a_whole_file_or_none() {
     assert_eq!(all_records(&PackedFile::open(&path).unwrap()), records);
     assert_eq!(count(), 2);
     let nowhere = PackedWriter::create(folder.path().join("no/x"), &info(&store)).unwrap_err();
-    assert!(matches!(nowhere, Error::Io { .. }), "{nowhere}");
+    assert!(matches!(nowhere, Error::BadFile { .. }), "{nowhere}");
 }
 
 #[test]

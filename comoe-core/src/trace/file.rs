@@ -1,6 +1,7 @@
 //! Our own trace files.
 
-use std::io::Write;
+use std::fs::File;
+use std::io::{BufWriter, Seek, SeekFrom, Write};
 use std::path::Path;
 
 use serde::{Deserialize, Serialize};
@@ -77,6 +78,20 @@ pub struct TraceWriter<W: Write> {
     /// Steps of the chunk that is being recorded, by layer.
     chunk: Vec<Option<ChunkLayer>>,
     tokens: u64,
+    /// Bytes handed to `out`.
+    written: u64,
+    start: TurnStart,
+}
+
+/// What there was before the turn that is being recorded, so that it can be forgotten.
+#[derive(Debug, Default)]
+struct TurnStart {
+    written: u64,
+    tokens: u64,
+    /// Bytes of the block that was being filled.
+    block: usize,
+    /// These bytes, once the block was written.
+    before: Vec<u8>,
 }
 
 /// What one layer did with a chunk.
@@ -146,7 +161,10 @@ impl<W: Write> TraceWriter<W> {
         out.write_all(&(header.len() as u32).to_le_bytes())?;
         out.write_all(&header)?;
         let chunk = layers.iter().map(|_| None).collect();
-        Ok(Self { out, info, contents, block: Vec::new(), turn: 0, phase: Phase::Prompt, chunk, tokens: 0 })
+        let written = (MAGIC.len() + 8 + header.len()) as u64;
+        let start = TurnStart { written, ..TurnStart::default() };
+        let (block, turn, phase, tokens) = (Vec::new(), 0, Phase::Prompt, 0);
+        Ok(Self { out, info, contents, block, turn, phase, chunk, tokens, written, start })
     }
 
     /// What follows belongs to this turn and phase.
@@ -155,6 +173,10 @@ impl<W: Write> TraceWriter<W> {
     /// What the writer reports.
     pub fn begin(&mut self, turn: u32, phase: Phase) -> std::io::Result<()> {
         self.end_chunk()?;
+        if self.turn != turn {
+            let (written, tokens) = (self.written, self.tokens);
+            self.start = TurnStart { written, tokens, block: self.block.len(), before: Vec::new() };
+        }
         (self.turn, self.phase) = (turn, phase);
         Ok(())
     }
@@ -216,11 +238,15 @@ impl<W: Write> TraceWriter<W> {
         if self.block.is_empty() {
             return Ok(());
         }
+        if self.written == self.start.written {
+            self.start.before = self.block[..self.start.block].to_vec();
+        }
         let stored = compress(&self.block);
         self.out.write_all(&(stored.len() as u32).to_le_bytes())?;
         self.out.write_all(&(self.block.len() as u32).to_le_bytes())?;
         self.out.write_all(&fnv(&self.block).to_le_bytes())?;
         self.out.write_all(&stored)?;
+        self.written += (BLOCK_HEADER + stored.len()) as u64;
         self.block.clear();
         Ok(())
     }
@@ -239,6 +265,27 @@ impl<W: Write> TraceWriter<W> {
     }
 }
 
+impl TraceWriter<BufWriter<File>> {
+    /// Forgets all of the turn that was begun last: an answer that failed is not in the trace.
+    ///
+    /// # Errors
+    /// What the file reports.
+    pub fn drop_turn(&mut self) -> std::io::Result<()> {
+        self.chunk.fill_with(|| None);
+        if self.written == self.start.written {
+            self.block.truncate(self.start.block);
+        } else {
+            self.out.flush()?;
+            self.out.get_ref().set_len(self.start.written)?;
+            self.out.seek(SeekFrom::Start(self.start.written))?;
+            self.written = self.start.written;
+            self.block = std::mem::take(&mut self.start.before);
+        }
+        self.tokens = self.start.tokens;
+        Ok(())
+    }
+}
+
 impl Trace {
     /// Writes the trace in our own format, with its weights and guesses if it has any.
     ///
@@ -247,7 +294,7 @@ impl Trace {
     pub fn save(&self, path: &Path) -> Result<()> {
         let write = || -> std::io::Result<()> {
             let contents = Contents { weights: self.has_weights(), guesses: self.has_guesses() };
-            let file = std::io::BufWriter::new(std::fs::File::create(path)?);
+            let file = BufWriter::new(File::create(path)?);
             let mut writer = TraceWriter::new(file, self.info.clone(), contents)?;
             let mut last = None;
             for (t, &token) in self.tokens.iter().enumerate() {

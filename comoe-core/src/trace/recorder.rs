@@ -7,6 +7,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::{Contents, Phase, TraceInfo, TraceWriter};
 use crate::error::{Error, Result};
+use crate::whole_file::WholeFile;
 
 /// The routing of one layer step.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -43,7 +44,7 @@ impl<F: FnMut(&Routed<'_>) + Send> RoutingObserver for F {
 /// Records a running model's routing to a file. A handle: clones write to the same file.
 ///
 /// One goes to the cache as its observer, the other stays with the caller, who says where turns and phases begin and
-/// calls [`Self::finish`]. One sequence at a time: tokens of several would be taken for one another's.
+/// calls [`Self::finish`]; until then there is no file of that name, or still the old one. One sequence at a time: tokens of several would be taken for one another's.
 #[derive(Clone)]
 pub struct Recorder {
     shared: Arc<Mutex<Shared>>,
@@ -54,6 +55,7 @@ pub struct Recorder {
 struct Shared {
     /// `None` once finished.
     writer: Option<TraceWriter<BufWriter<File>>>,
+    whole: Option<WholeFile>,
     failed: Option<std::io::Error>,
 }
 
@@ -69,14 +71,16 @@ impl Shared {
 }
 
 impl Recorder {
-    /// Creates the file at `path`, for routing and `contents`.
+    /// Begins the file at `path`, for routing and `contents`.
     ///
     /// # Errors
-    /// [`Error::Io`].
+    /// As [`WholeFile::create`].
     pub fn create(path: &Path, info: TraceInfo, contents: Contents) -> Result<Self> {
-        let writer = File::create(path).and_then(|f| TraceWriter::new(BufWriter::new(f), info, contents));
+        let whole = WholeFile::create(path)?;
+        let file = whole.file().try_clone();
+        let writer = file.and_then(|f| TraceWriter::new(BufWriter::new(f), info, contents));
         let writer = Some(writer.map_err(|e| Error::io(path, e))?);
-        let shared = Arc::new(Mutex::new(Shared { writer, failed: None }));
+        let shared = Arc::new(Mutex::new(Shared { writer, whole: Some(whole), failed: None }));
         Ok(Self { shared, path: path.to_owned(), contents })
     }
 
@@ -89,7 +93,13 @@ impl Recorder {
         self.shared().with(|w| w.begin(turn, phase));
     }
 
-    /// Ends the file and returns the number of tokens in it. Steps that come later are not recorded.
+    /// Forgets all of the turn that was begun last; see [`TraceWriter::drop_turn`].
+    pub fn drop_turn(&self) {
+        self.shared().with(TraceWriter::drop_turn);
+    }
+
+    /// Ends the file and returns the number of tokens in it; without any there is none. Steps that come later are not
+    /// recorded.
     ///
     /// # Errors
     /// [`Error::Io`] with the first write that failed, also of a step before.
@@ -100,7 +110,12 @@ impl Recorder {
             (None, Some(writer)) => writer.finish(),
             (None, None) => Ok(0),
         };
-        done.map_err(|e| Error::io(&self.path, e))
+        let tokens = done.map_err(|e| Error::io(&self.path, e))?;
+        match shared.whole.take() {
+            Some(whole) if tokens > 0 => whole.replace()?,
+            _ => {}
+        }
+        Ok(tokens)
     }
 }
 

@@ -119,9 +119,61 @@ fn files_of_another_kind_version_or_length_are_refused_with_their_place() {
 
     let none = TraceWriter::new(Vec::new(), info(&[(0, 4)], 1), Contents::default()).unwrap();
     drop(none);
-    let file = tempfile::NamedTempFile::new().unwrap();
-    Recorder::create(file.path(), info(&[(0, 4)], 1), Contents::default()).unwrap().finish().unwrap();
-    assert!(Trace::open(file.path()).unwrap_err().to_string().contains("no tokens"));
+    let mut empty = Vec::new();
+    TraceWriter::new(&mut empty, info(&[(0, 4)], 1), Contents::default()).unwrap().finish().unwrap();
+    assert!(open(&empty).unwrap_err().to_string().contains("no tokens"));
+}
+
+/// A turn that failed leaves the file as if it had not been, whether some of it was written already or not; a recording
+/// of nothing, or that is not finished, leaves no file, and the old one if there is one.
+#[test]
+fn a_turn_that_fails_is_forgotten() {
+    let folder = tempfile::tempdir().unwrap();
+    let record = |name: &str, failed: &[usize]| {
+        let path = folder.path().join(name);
+        let mut recorder = Recorder::create(&path, info(&[(0, 8)], 2), Contents::default()).unwrap();
+        let mut turn = 0;
+        let mut say = |tokens: usize, fails: bool| {
+            recorder.begin(turn, Phase::Prompt);
+            for t in 0..tokens as u32 {
+                recorder.step(&Routed {
+                    layer: 0,
+                    top_k: 2,
+                    choices: &[t % 8, turn],
+                    weights: None,
+                    guess: &[],
+                });
+            }
+            if fails {
+                recorder.drop_turn();
+            } else {
+                turn += 1;
+            }
+        };
+        say(3, false);
+        failed.iter().for_each(|&tokens| say(tokens, true));
+        say(2, false);
+        failed.iter().for_each(|&tokens| say(tokens, true));
+        assert_eq!(recorder.finish().unwrap(), 5);
+        (std::fs::read(&path).unwrap(), Trace::open(&path).unwrap())
+    };
+    let (bytes, trace) = record("calm", &[]);
+    assert_eq!(trace.tokens().len(), 5);
+    // The longest fill several blocks.
+    for failed in [&[1][..], &[0], &[70_000], &[70_000, 1, 70_000]] {
+        assert!(record("failed", failed).0 == bytes, "{failed:?}");
+    }
+    let path = folder.path().join("calm");
+    for finish in [true, false] {
+        let recorder = Recorder::create(&path, info(&[(0, 8)], 2), Contents::default()).unwrap();
+        recorder.begin(0, Phase::Prompt);
+        recorder.drop_turn();
+        if finish {
+            assert_eq!(recorder.finish().unwrap(), 0);
+        }
+    }
+    assert_eq!(Trace::open(&path).unwrap(), trace);
+    assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 2, "no temporary file is left");
 }
 
 #[test]

@@ -8,7 +8,8 @@ use serde::{Deserialize, Serialize};
 use super::Trace;
 use crate::error::{Error, Result};
 use crate::expert::ExpertId;
-use crate::store::{Directory, write_whole};
+use crate::store::Directory;
+use crate::whole_file::write_whole;
 
 /// Longest file that is read, in bytes: a hundred digits for each of a quarter of a million experts.
 const MOST_BYTES: u64 = 32 << 20;

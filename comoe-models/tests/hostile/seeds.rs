@@ -128,7 +128,7 @@ fn packed() -> Vec<Seed> {
             PackedTensor::weight("model.norm.weight", &checkpoint.tensor("model.norm.weight").unwrap());
         let tensors =
             vec![norm.unwrap(), PackedTensor::file("config.json", b"{\"model_type\": \"mixtral\"}")];
-        let file = folder.path().join("packed.safetensors");
+        let file = folder.path().join(format!("packed-{format}.safetensors"));
         store.with_weight_on(WeightOn::Input).pack(&file, format, tensors, None).unwrap();
         seeds.push(("packed", format.to_string(), std::fs::read(&file).unwrap()));
     }
