@@ -461,6 +461,22 @@ impl<'a> CacheLayer<'a> {
         if !x.device().same_device(&core.device) {
             return bad("x", format!("is on {:?}, the cache on {:?}", x.device(), core.device));
         }
+        if let Some(room) = room
+            && (room.dims() != x.dims()
+                || room.dtype() != x.dtype()
+                || !room.device().same_device(x.device()))
+        {
+            let wanted = format!("expected {:?} {:?} like x", x.dims(), x.dtype());
+            return bad(
+                "room",
+                format!("{wanted}, got {:?} {:?} on {:?}", room.dims(), room.dtype(), room.device()),
+            );
+        }
+        if let Some(guess) = &self.on_device
+            && guess.ids.dtype() != DType::U32
+        {
+            return bad("guess", format!("expected U32, got {:?}", guess.ids.dtype()));
+        }
         if tokens == 0 {
             return Ok(x.clone());
         }

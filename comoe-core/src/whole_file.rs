@@ -162,7 +162,12 @@ fn remove_abandoned(path: &Path) {
     for entry in entries.flatten() {
         let name = entry.file_name();
         let name = name.to_string_lossy();
-        if name.starts_with(&prefix) && name.ends_with(TEMPORARY) {
+        let number = name.strip_prefix(&prefix).and_then(|rest| rest.strip_suffix(TEMPORARY));
+        // As `create_temporary` names them, and nobody else.
+        let ours = number.and_then(|n| n.split_once('-')).is_some_and(|(process, count)| {
+            [process, count].iter().all(|n| !n.is_empty() && n.bytes().all(|b| b.is_ascii_digit()))
+        });
+        if ours {
             let Ok(file) = OpenOptions::new().write(true).open(entry.path()) else { continue };
             if file.try_lock().is_ok() {
                 let _ = std::fs::remove_file(entry.path());
@@ -195,6 +200,18 @@ mod tests {
         written(&path, b"third").replace().unwrap();
         assert_eq!(std::fs::read(&path).unwrap(), b"third");
         assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 1, "no temporary file is left");
+    }
+
+    #[test]
+    fn only_what_a_writer_of_ours_left_is_removed() {
+        let folder = tempfile::tempdir().unwrap();
+        let at = |name: &str| folder.path().join(name);
+        for name in [".x.backup.tmp", ".x.7-.tmp", ".x.-7.tmp", ".x.7-8.tmp", ".x.7-8-9.tmp"] {
+            std::fs::write(at(name), b"").unwrap();
+        }
+        written(&at("x"), b"new").replace().unwrap();
+        assert!(!at(".x.7-8.tmp").exists());
+        assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 5, "and x");
     }
 
     #[test]

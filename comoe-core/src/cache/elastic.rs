@@ -42,6 +42,8 @@ impl ExpertCache {
     /// then nothing has changed; as [`Self::resize`].
     pub fn lend(&self, bytes: u64) -> Result<SlotsInForce> {
         let _between = self.between_tokens()?;
+        // What was wrong with earlier steps is all devices' to hear, and no reason to have lent anything.
+        self.core.report_faults(true)?;
         self.core.engine().lend(bytes)?;
         Ok(self.slots_in_force())
     }
@@ -52,6 +54,7 @@ impl ExpertCache {
     /// As [`Self::resize`].
     pub fn take_back(&self, bytes: u64) -> Result<SlotsInForce> {
         let _between = self.between_tokens()?;
+        self.core.report_faults(true)?;
         self.core.engine().take_back(bytes)?;
         Ok(self.slots_in_force())
     }

@@ -203,7 +203,7 @@ impl Fleet {
             let Err(error @ Error::OutOfDeviceMemory { device, .. }) = &result else { break result };
             let short = self.infos.iter().position(|info| info.device == *device).unwrap_or(0);
             let engine = if short == 0 { &mut *lead } else { &mut engines[short - 1] };
-            if !shortages.is_new(error) || !engine.give_way(error) {
+            if !shortages.is_new(error) || !engine.give_way(error)? {
                 // As with one device, the caller may find some and ask again.
                 return result;
             }

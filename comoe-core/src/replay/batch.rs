@@ -78,7 +78,9 @@ pub fn replay_batches(trace: &Trace, options: &BatchOptions) -> Result<BatchScor
         Scope::Layer => {
             ((0..layers).map(|l| Numbering::new(trace, l..l + 1)).collect(), options.slots_per_layer)
         }
-        Scope::Global => (vec![Numbering::new(trace, 0..layers)], options.slots_per_layer * layers),
+        Scope::Global => {
+            (vec![Numbering::new(trace, 0..layers)], options.slots_per_layer.saturating_mul(layers))
+        }
     };
     let mut partitions: Vec<Partition> = numberings
         .iter()

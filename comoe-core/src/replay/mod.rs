@@ -147,7 +147,9 @@ pub fn replay_span(
             }
             sum
         }
-        Scope::Global => play(trace, policy, 0..trace.layers(), slots_per_layer * trace.layers(), &span),
+        Scope::Global => {
+            play(trace, policy, 0..trace.layers(), slots_per_layer.saturating_mul(trace.layers()), &span)
+        }
     }
 }
 

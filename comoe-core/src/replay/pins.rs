@@ -37,7 +37,7 @@ pub fn replay_pinned(
         numbering.count(trace, &second, |set| partition.step(set))
     };
     match scope {
-        Scope::Global => play(0..trace.layers(), slots_per_layer * trace.layers()),
+        Scope::Global => play(0..trace.layers(), slots_per_layer.saturating_mul(trace.layers())),
         Scope::Layer => (0..trace.layers()).fold(Score::default(), |sum, l| {
             let score = play(l..l + 1, slots_per_layer);
             Score {

@@ -106,7 +106,11 @@ impl Engine {
             return Err(Error::NothingToLend { asked: bytes, most, least });
         }
         self.elastic.lent += bytes;
-        self.apply()
+        let applied = self.apply();
+        if applied.is_err() {
+            self.elastic.lent = lent;
+        }
+        applied
     }
 
     /// Takes back what was lent; slots come back as far as there is memory for them.
@@ -195,28 +199,37 @@ impl Engine {
             match f(self) {
                 // What is missing says more than why nothing could be done about it.
                 Err(error @ Error::OutOfDeviceMemory { .. }) => {
-                    if !shortages.is_new(&error) || !self.give_way(&error) {
+                    if !shortages.is_new(&error) || !self.give_way(&error)? {
                         return Err(error);
                     }
                 }
+                // An allocation of candle's, ahead of all that a step enqueues.
+                Err(error) if error.is_out_of_memory() => return Err(error),
                 other => return self.guarded(|_| other),
             }
         }
     }
 
     /// Has slots give up the memory that was missing, for good, and says so; whether they could.
-    pub(crate) fn give_way(&mut self, error: &Error) -> bool {
-        let Error::OutOfDeviceMemory { asked, free, .. } = error else { return false };
+    ///
+    /// # Errors
+    /// As [`Self::lend`], but for slots that have too little.
+    pub(crate) fn give_way(&mut self, error: &Error) -> Result<bool> {
+        let Error::OutOfDeviceMemory { asked, free, .. } = error else { return Ok(false) };
         let missing = asked.saturating_sub(*free);
         // What is free may lie in pieces, and rounding takes some of it.
         let lent = match self.lend(missing + SPARE) {
             Err(Error::NothingToLend { most, .. }) if most >= missing.max(1) => self.lend(most),
             lent => lent,
         };
-        if let Ok(force) = &lent {
-            tracing::warn!("{error}: the experts' slots made room, {} are left", force.slots);
+        match lent {
+            Ok(force) => {
+                tracing::warn!("{error}: the experts' slots made room, {} are left", force.slots);
+                Ok(true)
+            }
+            Err(Error::NothingToLend { .. } | Error::FixedSlots { .. }) => Ok(false),
+            Err(e) => Err(e),
         }
-        lent.is_ok()
     }
 
     /// Changes the pool's size, and forgets what was known of records that lost their slots.
@@ -235,6 +248,7 @@ impl Engine {
             prefetch.forget_pending();
         }
         let stats = &mut self.stats;
+        stats.pinned_slots = self.pool.kept().len();
         stats.slots = slots;
         stats.resizes += 1;
         stats.least_slots = stats.least_slots.min(slots);

@@ -29,4 +29,9 @@ impl RecordSource for PartSource {
         check_record_len(&self.directory, record, out)?;
         self.source.read(self.records[record.0 as usize], out)
     }
+
+    fn fetch(&self, record: RecordIndex, out: &mut [u8]) -> Result<()> {
+        check_record_len(&self.directory, record, out)?;
+        self.source.fetch(self.records[record.0 as usize], out)
+    }
 }

@@ -11,6 +11,7 @@ use super::{Choice, Phase, Routed, Token, Trace, TraceBuilder, TraceInfo};
 use crate::error::{Error, Result, TracePlace};
 use crate::framed::{Cursor, compress, decompress, fnv};
 use crate::store::{Directory, LayerEntry};
+use crate::whole_file::WholeFile;
 
 /// First bytes of a trace file.
 pub const MAGIC: [u8; 8] = *b"comoe-rt";
@@ -187,8 +188,10 @@ impl<W: Write> TraceWriter<W> {
     /// # Errors
     /// What the writer reports.
     pub fn step(&mut self, step: &Routed<'_>) -> std::io::Result<()> {
-        let Some(later) = self.chunk.get(step.layer..) else { return Ok(()) };
-        if later.iter().any(Option::is_some) {
+        if step.layer >= self.chunk.len() {
+            return Ok(());
+        }
+        if self.chunk[step.layer..].iter().any(Option::is_some) {
             self.end_chunk()?;
         }
         let weights = step.weights.filter(|w| self.contents.weights && w.len() == step.choices.len());
@@ -292,9 +295,10 @@ impl Trace {
     /// # Errors
     /// [`Error::Io`].
     pub fn save(&self, path: &Path) -> Result<()> {
+        let whole = WholeFile::create(path)?;
         let write = || -> std::io::Result<()> {
             let contents = Contents { weights: self.has_weights(), guesses: self.has_guesses() };
-            let file = BufWriter::new(File::create(path)?);
+            let file = BufWriter::new(whole.file());
             let mut writer = TraceWriter::new(file, self.info.clone(), contents)?;
             let mut last = None;
             for (t, &token) in self.tokens.iter().enumerate() {
@@ -313,7 +317,8 @@ impl Trace {
             }
             writer.finish().map(drop)
         };
-        write().map_err(|e| Error::io(path, e))
+        write().map_err(|e| Error::io(path, e))?;
+        whole.replace()
     }
 }
 

@@ -12,7 +12,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 
 use candle_core::{DType, Device, Tensor};
-use comoe_core::backend::{Backend, DriverKind};
+use comoe_core::backend::{Backend, DeviceGuess, DriverKind};
 use comoe_core::format::record::{ExpertBiases, ExpertWeights, Weights, pack_expert, unpack_expert};
 use comoe_core::store::{Directory, RecordIndex, RecordSource};
 use comoe_core::{
@@ -515,6 +515,16 @@ pub(crate) fn bad_arguments_leave_the_cache_usable(device: &Device, make: Make<'
     let values = |y: Result<Tensor>| y.unwrap().flatten_all().unwrap().to_vec1::<f32>().unwrap();
     let with_room = layer.forward_to(&x, &ids, &w, &x.zeros_like().unwrap());
     assert_eq!(values(with_room), values(layer.forward(&x, &ids, &w)));
+    let narrow = Tensor::zeros((2, 16), DType::F32, device).unwrap();
+    assert!(said(layer.forward_to(&x, &ids, &w, &narrow)).contains("like x"));
+    let guess = Tensor::zeros((1, 1), DType::I64, device).unwrap();
+    let guess = DeviceGuess {
+        ids: &guess,
+        #[cfg(feature = "cuda")]
+        stream: None,
+    };
+    let guessing = cache.layer(0).with_device_guess(guess);
+    assert!(said(guessing.forward(&x, &ids, &w)).contains("U32"));
     assert_eq!(run(&cache, call), good);
 }
 

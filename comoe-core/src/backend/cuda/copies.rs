@@ -483,11 +483,14 @@ impl Shared {
         Ok(())
     }
 
-    /// Waits until no demand is on its way. `false` when there is no time for that any more.
+    /// Waits until no demand is on its way. `false` when there is no time for that any more, or the one that is on its way has
+    /// failed and will not arrive.
     fn wait_for_turn(&self, lane: &Lane, seq: u64) -> Result<bool> {
         let demand = &self.timelines.demand;
+        let has_failed = || lock(&self.demand.state).failure.is_some();
         self.pause_while(lane, seq, || {
-            Ok(self.demand.promised.load(Ordering::Acquire) > demand.recorded() || !demand.is_idle()?)
+            let promised = self.demand.promised.load(Ordering::Acquire) > demand.recorded();
+            Ok((promised && !has_failed()) || !demand.is_idle()?)
         })
     }
 

@@ -274,7 +274,7 @@ impl Translation<'_> {
             _ => heads,
         };
         match *tensor.shape {
-            [rows, _] if heads > 0 && rows % (2 * heads) == 0 => {
+            [rows, _] if heads.checked_mul(2).is_some_and(|both| both > 0 && rows % both == 0) => {
                 Ok(Encoding::Ggml(Ggml::new(tensor.kind, tensor.region, Order::Pairs(rows / heads))))
             }
             _ => {
