@@ -10,6 +10,8 @@ use comoe_core::backend::cuda::ResidentFormat;
 use comoe_core::size::parse_size;
 use comoe_core::{DriverKind, ExpertFormat, PolicyKind, Prefetch, PrefetchTrigger};
 
+use crate::out::note;
+
 /// Measures CoMoE with synthetic models of real shapes: qwen3-30b-a3b, mixtral-8x7b, deepseek-v2-lite, olmoe-1b-7b,
 /// gpt-oss-20b.
 #[derive(Debug, Parser)]
@@ -339,7 +341,7 @@ impl DeviceArg {
             Self::Cpu => Ok(Device::Cpu),
             Self::Cuda(n) => comoe_core::cuda_device(n).map_err(Error::from),
             Self::Auto => Ok(comoe_core::cuda_device(0).unwrap_or_else(|e| {
-                eprintln!("running on the CPU: {e}");
+                note!("running on the CPU: {e}");
                 Device::Cpu
             })),
         }

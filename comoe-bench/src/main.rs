@@ -29,7 +29,7 @@ use comoe_core::{DriverKind, PeerAccess, Prefetch, PrefetchTrigger};
 use crate::args::{
     Args, Ask, DecodeArgs, FormatsArgs, MemoryArgs, PrefillArgs, ReadingArgs, SynthArgs, TransferArgs,
 };
-use crate::out::out;
+use crate::out::{note, out};
 use crate::show::{heading, show_decode, show_formats, show_prefill, show_steps};
 
 fn main() -> ExitCode {
@@ -51,7 +51,7 @@ fn main() -> ExitCode {
     match result {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("comoe-bench: {error}");
+            note!("comoe-bench: {error}");
             ExitCode::FAILURE
         }
     }
@@ -88,7 +88,7 @@ fn synth_store(args: &SynthArgs) -> Result<()> {
     };
     let seconds = start.elapsed().as_secs_f64();
     if show {
-        eprintln!();
+        note!();
     }
     out!(
         "{}: {} experts in {} layers of {}, {}, {:.2} GB in {seconds:.1} s ({:.2} GB/s, on the disk when done)",
@@ -108,7 +108,7 @@ fn decode_shape(args: &DecodeArgs) -> Result<()> {
     let also =
         args.also.iter().map(|&n| comoe_core::cuda_device(n)).collect::<comoe_core::Result<Vec<_>>>()?;
     let shape = shape_of(&args.shape, args.model.layers)?;
-    let say = |what: &str| eprintln!("{what}");
+    let say = |what: &str| note!("{what}");
     if !device.is_cpu() {
         decode::warm_up(&device)?;
     }
@@ -285,19 +285,22 @@ fn write_pictures(
 ) -> Result<()> {
     if let Some(path) = plot_to {
         plot.write(path)?;
-        eprintln!("drawn to {}", path.display());
+        note!("drawn to {}", path.display());
     }
     if let Some(path) = timeline_to {
         timeline::write(path, spans)?;
-        eprintln!("{}: for chrome://tracing or ui.perfetto.dev", path.display());
+        note!("{}: for chrome://tracing or ui.perfetto.dev", path.display());
     }
     Ok(())
 }
 
 fn prefill_shape(args: &PrefillArgs) -> Result<()> {
+    for path in [&args.plot, &args.timeline].into_iter().flatten() {
+        writable(path)?;
+    }
     let device = args.model.device.open()?;
     let shape = shape_of(&args.shape, args.model.layers)?;
-    let say = |what: &str| eprintln!("{what}");
+    let say = |what: &str| note!("{what}");
     if !device.is_cpu() {
         decode::warm_up(&device)?;
     }
@@ -353,7 +356,7 @@ fn formats_of_tiny(args: &FormatsArgs) -> Result<()> {
         pool: args.pool,
         rounds: args.rounds,
     };
-    let measured = formats.run(&device, &|what| eprintln!("{what}"))?;
+    let measured = formats.run(&device, &|what| note!("{what}"))?;
     if args.json {
         return measured.iter().try_for_each(print_json);
     }

@@ -12,6 +12,15 @@ macro_rules! out {
 }
 pub(crate) use out;
 
+/// Prints a line on standard error. Nobody listening is no reason to fail.
+macro_rules! note {
+    ($($text:tt)*) => {{
+        use std::io::Write;
+        let _ = writeln!(std::io::stderr().lock(), $($text)*);
+    }};
+}
+pub(crate) use note;
+
 pub(crate) fn line(text: Arguments<'_>) {
     if FAILED.get().is_some() {
         return;

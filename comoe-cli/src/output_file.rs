@@ -33,7 +33,7 @@ impl Kind {
     fn is(self, head: &[u8]) -> bool {
         match self {
             Self::Trace => head.starts_with(&MAGIC),
-            Self::Picture => head.starts_with(b"<svg") || head.starts_with(b"<?xml"),
+            Self::Picture => head.starts_with(b"<svg"),
             // Behind the length of the header.
             Self::Logits => head.get(8..).is_some_and(|h| h.starts_with(br#"{"logits":"#)),
         }

@@ -27,6 +27,7 @@ pub(crate) fn run(args: &VerifyArgs) -> Result<()> {
     let source = args.against.as_deref().map(|source| model_path::find(Some(source), false)).transpose()?;
     // Before minutes of reading.
     let measure = source.as_deref().map(|source| Measure::open(&args.quality, source)).transpose()?.flatten();
+    let packer = source.as_deref().map(|source| Packer::open(source, None)).transpose()?;
     let bar = Bar::new();
     let started = Instant::now();
     let found = packed.verify(Some(&|done, total| bar.verifying(done, total)));
@@ -41,23 +42,26 @@ pub(crate) fn run(args: &VerifyArgs) -> Result<()> {
         }
         return Err(Error::Differs { path: args.file.clone(), parts });
     }
-    let quality = match &source {
-        None => None,
-        Some(source) => {
-            let packer = Packer::open(source, None)?;
-            let errors = packer.errors_of(packed, &|done, total| bar.comparing(done, total));
-            bar.clear();
-            let mut quality = Quality::new(&errors?);
-            if let Some(measure) = measure {
-                quality.measure((source, packer.source_format()), &args.file, measure)?;
+    // What was found is told, however the rest goes.
+    let (mut quality, mut measured) = (None, Ok(()));
+    if let (Some(source), Some(packer)) = (&source, &packer) {
+        let errors = packer.errors_of(packed, &|done, total| bar.comparing(done, total));
+        bar.clear();
+        match errors {
+            Err(e) => measured = Err(Error::from(e)),
+            Ok(errors) => {
+                let found = quality.insert(Quality::new(&errors));
+                if let Some(measure) = measure {
+                    measured = found.measure((source, packer.source_format()), &args.file, measure);
+                }
             }
-            Some(quality)
         }
-    };
+    }
     let mut out = Answers::new();
     if args.quality.json {
         out.piece(&verified(args, &found, quality));
-        return out.end();
+        out.end()?;
+        return measured;
     }
     out.piece(&format!(
         "{}: {} experts and {} other tensors and files as they were written, {} read in {took:.1} s",
@@ -69,7 +73,8 @@ pub(crate) fn run(args: &VerifyArgs) -> Result<()> {
     if let Some(quality) = quality {
         out.piece(&format!("\n{}", quality.table()));
     }
-    out.end()
+    out.end()?;
+    measured
 }
 
 /// The object that `--json` prints.

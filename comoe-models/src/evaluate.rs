@@ -42,7 +42,8 @@ impl EvaluationText {
     pub fn read(path: &Path, model: &Path) -> Result<Self> {
         let text = read_text(path)?;
         let files = ModelFiles::open(model)?;
-        let context = LoadOptions::default().planned_context(arch::plan(files.config())?.max_positions);
+        let plan = arch::plan(files.config())?;
+        let context = LoadOptions::default().planned_context(plan.max_positions);
         let tokenizer = files.tokenizer()?;
         let passages = match path.extension().is_some_and(|e| e == "jsonl") {
             true => {
@@ -51,6 +52,10 @@ impl EvaluationText {
             }
             false => windows(&text, &tokenizer, context)?,
         };
+        let unknown = passages.iter().flat_map(|p| &p.tokens).find(|&&id| id as usize >= plan.vocab);
+        if let Some(&id) = unknown {
+            return Err(Error::UnknownToken { id, vocab: plan.vocab });
+        }
         match passages.is_empty() {
             true => {
                 Err(Error::bad_file(path, "has nothing to measure: fewer than two tokens, or no answers"))

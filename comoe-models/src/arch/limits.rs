@@ -24,7 +24,7 @@ fn check_layer(c: &ConfigFile, layer: &LayerPlan) -> Result<()> {
     };
     match &layer.mixer {
         MixerPlan::Attention(a) => {
-            size("num_attention_heads", a.heads * a.head_dim, MAX_SIZE)?;
+            size("num_attention_heads", a.heads.saturating_mul(a.head_dim), MAX_SIZE)?;
             match a.mask {
                 Mask::Causal => {}
                 Mask::Sliding(window) => size("sliding_window", window, usize::MAX)?,
@@ -34,7 +34,7 @@ fn check_layer(c: &ConfigFile, layer: &LayerPlan) -> Result<()> {
         MixerPlan::Latent(a) => {
             let head = [a.nope_dim + a.rope_dim, a.nope_dim + a.value_dim, a.latent + a.rope_dim];
             for width in head {
-                size("num_attention_heads", a.heads * width, MAX_SIZE)?;
+                size("num_attention_heads", a.heads.saturating_mul(width), MAX_SIZE)?;
             }
             if let Some(rank) = a.query_rank {
                 size("q_lora_rank", rank, MAX_SIZE)?;

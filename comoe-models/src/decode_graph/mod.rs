@@ -72,6 +72,8 @@ pub struct DeviceSteps<'m> {
     done: [CudaEvent; AHEAD],
     graphs: VecDeque<Recorded>,
     tries: usize,
+    /// Why the last try failed.
+    failure: Option<String>,
     note: Option<String>,
     replayed: usize,
     launching: Duration,
@@ -129,6 +131,7 @@ impl<'m> DeviceSteps<'m> {
             done: [event()?, event()?],
             graphs: VecDeque::new(),
             tries: 0,
+            failure: None,
             note: None,
             replayed: 0,
             launching: Duration::ZERO,
@@ -181,8 +184,11 @@ impl<'m> DeviceSteps<'m> {
             // Only the last is waited for.
             self.under_way.drain(..self.under_way.len() - 1);
         }
-        self.settle();
-        Ok(true)
+        // A broken step is told by all behind it.
+        match self.drain() {
+            false => Ok(true),
+            true => Err(self.broken(kv, None).unwrap_or_else(no_reason)),
+        }
     }
 
     /// Nodes of the graph that was replayed last.
@@ -275,14 +281,29 @@ impl<'m> DeviceSteps<'m> {
         Ok(())
     }
 
-    /// Waits for what is under way; its tokens are dropped.
+    /// Waits for what is under way; its tokens are dropped, and what was broken in it is nobody's concern.
     pub fn settle(&mut self) {
+        if self.drain() {
+            self.tell_step();
+            // Asked, so that none tells a later caller.
+            if let Some(mut fused) = self.decoder.fused() {
+                let _ = fused.check();
+            }
+            let _ = self.decoder.experts().flush();
+        }
+    }
+
+    /// Waits for what is under way; whether any of it was broken.
+    fn drain(&mut self) -> bool {
+        let mut broken = false;
         while let Some((step, _)) = self.under_way.pop_front() {
             // A device that fails says so to whoever uses it next.
-            let _ = self.done[step as usize % AHEAD].synchronize();
+            let done = self.done[step as usize % AHEAD].synchronize();
+            broken |= done.is_ok() && self.ring.get(ENTRY * (step as usize % RING) + 1) != 0;
         }
         self.trial.forget_begun();
         self.ended = None;
+        broken
     }
 
     /// Whether the next replayed step guesses ahead, where somebody wants that.
@@ -351,6 +372,7 @@ impl<'m> DeviceSteps<'m> {
         (top_k, asks): (usize, bool),
     ) -> Result<bool> {
         if self.tries == MOST_TRIES {
+            self.note.clone_from(&self.failure);
             return Ok(false);
         }
         let Some(mut fused) = self.decoder.fused() else { return Ok(false) };
@@ -395,6 +417,7 @@ impl<'m> DeviceSteps<'m> {
             (Err(e), _) => {
                 self.tries += 1;
                 self.note = Some(format!("the step cannot be recorded: {e}"));
+                self.failure.clone_from(&self.note);
                 Ok(false)
             }
             (Ok(_), None) => Ok(false),
@@ -490,15 +513,13 @@ impl<'m> DeviceSteps<'m> {
         if error == 0 {
             return Ok((token, missed));
         }
-        Err(self.broken(kv, Some(&logits)).unwrap_or_else(|| {
-            candle_core::Error::msg(format!("a step was broken (word {error}) and does not say how")).into()
-        }))
+        Err(self.broken(kv, Some(&logits)).unwrap_or_else(no_reason))
     }
 
     /// What was broken in the steps so far, by routers, experts and the sampler, the first cause first. The steps behind
     /// it have done nothing.
     fn broken(&mut self, kv: &mut KvCache, logits: Option<&Tensor>) -> Option<Error> {
-        self.settle();
+        self.drain();
         kv.forget_place();
         // A broken step does not count on the device.
         self.tell_step();
@@ -530,6 +551,10 @@ impl Drop for DeviceSteps<'_> {
 
 fn asking(error: cudarc::driver::DriverError) -> comoe_core::Error {
     comoe_core::Error::Cuda { what: "asking for a step".to_owned(), reason: error.to_string() }
+}
+
+fn no_reason() -> Error {
+    candle_core::Error::msg("a step was broken and does not say how").into()
 }
 
 fn no_kernels() -> Error {
