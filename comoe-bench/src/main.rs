@@ -24,7 +24,7 @@ use comoe_bench::synth_model::write_model;
 use comoe_bench::timeline::{self, Timeline};
 use comoe_bench::tiny::{self, RunMemory};
 use comoe_bench::{Error, Result, formats, synth};
-use comoe_core::{DriverKind, PeerAccess, Prefetch, PrefetchTrigger};
+use comoe_core::{DriverKind, PeerAccess, Prefetch, PrefetchTrigger, WholeFile};
 
 use crate::args::{
     Args, Ask, DecodeArgs, FormatsArgs, MemoryArgs, PrefillArgs, ReadingArgs, SynthArgs, TransferArgs,
@@ -263,8 +263,7 @@ fn decode_shape(args: &DecodeArgs) -> Result<()> {
 
 /// Whether a file can be written there, known before anything is measured.
 fn writable(path: &Path) -> Result<()> {
-    let folder = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
-    match folder.is_dir() && !path.is_dir() {
+    match WholeFile::folder_of(path).is_dir() && !path.is_dir() {
         true => Ok(()),
         false => Err(Error::io(path, std::io::Error::new(ErrorKind::NotFound, "no file can be made there"))),
     }

@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use candle_core::DType;
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::{Args, Parser, Subcommand};
+use comoe_core::size::parse_size;
 use comoe_core::trace::Contents;
 use comoe_core::{Capacity, DriverKind, ExpertFormat, PolicyKind, Prefetch, ResidentFormat, Scope};
 use comoe_models::{DenseFormat, KvFormat};
@@ -15,7 +16,6 @@ use crate::output_file::{self, Kind, Named};
 use crate::pins::AUTO;
 use crate::quality::QualityArgs;
 use crate::trace::TraceCommand;
-use comoe_core::size::parse_size;
 
 const AFTER_HELP: &str = "\
 The answer goes to standard output, everything else to standard error.

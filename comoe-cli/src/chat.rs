@@ -3,6 +3,7 @@
 use std::io::{BufRead, BufReader, IsTerminal};
 use std::path::PathBuf;
 
+use comoe_core::size::parse_size;
 use comoe_core::stats::human_bytes;
 use comoe_models::Decoder;
 use rustyline::config::Behavior;
@@ -20,7 +21,6 @@ use crate::sys::{self, MemoryWatch, catch_interrupts};
 use crate::talk::{Settings, Talk, check_prompt};
 use crate::trace::{self, Recording};
 use crate::{model_path, report, sampling};
-use comoe_core::size::parse_size;
 
 const HELP: &str = "\
 /help   this text

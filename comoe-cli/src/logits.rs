@@ -1,11 +1,10 @@
 //! `comoe logits`: what the model says of every token, for comparing engines.
 
-use std::fs::File;
-use std::io::{BufWriter, Write};
-
 use comoe_core::WholeFile;
 use comoe_models::load::ConfigFile;
 use comoe_models::{Decoder, Rows, arch};
+use safetensors::tensor::TensorView;
+use safetensors::{Dtype, SafeTensorError};
 
 use crate::args::LogitsArgs;
 use crate::error::{Error, Result};
@@ -34,10 +33,9 @@ pub(crate) fn run(args: &LogitsArgs) -> Result<()> {
     }
     let loaded = load::load_decoder(folder, &args.model, args.quiet)?;
     let logits = logits(&loaded.model, &args.tokens, prefill)?;
-    let whole = WholeFile::create(&args.output).map_err(Error::core)?;
-    let written = write(&logits, vocab, whole.file());
-    written.map_err(|e| Error::core(comoe_core::Error::io(&args.output, e)))?;
-    whole.replace().map_err(Error::core)?;
+    let bytes = file_of(&logits, vocab)
+        .map_err(|e| Error::core(comoe_core::Error::io(&args.output, std::io::Error::other(e))))?;
+    WholeFile::write(&args.output, &bytes).map_err(Error::core)?;
     if !args.quiet {
         let path = args.output.display();
         say!(
@@ -58,19 +56,9 @@ fn logits(decoder: &Decoder, tokens: &[u32], prefill: usize) -> Result<Vec<f32>>
     Ok(rows.concat())
 }
 
-/// Writes them as a safetensors file of one tensor.
-fn write(logits: &[f32], vocab: usize, file: &File) -> std::io::Result<()> {
-    let (shape, end) = ([logits.len() / vocab.max(1), vocab], size_of_val(logits));
-    let mut header =
-        serde_json::json!({ LOGITS: { "dtype": "F32", "shape": shape, "data_offsets": [0, end] } })
-            .to_string();
-    // The data begins at a multiple of eight, as the format wants.
-    header += &" ".repeat(header.len().next_multiple_of(8) - header.len());
-    let mut out = BufWriter::new(file);
-    out.write_all(&(header.len() as u64).to_le_bytes())?;
-    out.write_all(header.as_bytes())?;
-    for x in logits {
-        out.write_all(&x.to_le_bytes())?;
-    }
-    out.flush()
+/// A safetensors file of one tensor.
+fn file_of(logits: &[f32], vocab: usize) -> std::result::Result<Vec<u8>, SafeTensorError> {
+    let bytes: Vec<u8> = logits.iter().flat_map(|x| x.to_le_bytes()).collect();
+    let shape = vec![logits.len() / vocab.max(1), vocab];
+    safetensors::serialize([(LOGITS, TensorView::new(Dtype::F32, shape, &bytes)?)], None)
 }

@@ -71,7 +71,7 @@ pub(crate) fn check(kind: Kind, (option, output): Named<'_>, others: &[Named<'_>
 /// The same for all names of a file, also of one that is not there yet.
 fn resolved(path: &Path) -> PathBuf {
     let in_folder = || {
-        let folder = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
+        let folder = WholeFile::folder_of(path);
         Some(folder.canonicalize().ok()?.join(path.file_name()?))
     };
     path.canonicalize().ok().or_else(in_folder).unwrap_or_else(|| path.to_owned())

@@ -104,9 +104,8 @@ fn check_target(file: &Path, bytes: u64) -> Result<()> {
     if file.symlink_metadata().is_ok() {
         return Err(Error::PackExists { path: file.to_owned() });
     }
-    let folder = file.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
     WholeFile::create(file).map(drop)?;
-    match sys::free_space(folder) {
+    match sys::free_space(WholeFile::folder_of(file)) {
         Some(free) if free < bytes => {
             Err(comoe_core::Error::DiskFull { path: file.to_owned(), bytes }.into())
         }

@@ -50,9 +50,9 @@ pub(crate) fn run(args: &VerifyArgs) -> Result<()> {
         match errors {
             Err(e) => measured = Err(Error::from(e)),
             Ok(errors) => {
-                let found = quality.insert(Quality::new(&errors));
+                let compared = quality.insert(Quality::new(&errors));
                 if let Some(measure) = measure {
-                    measured = found.measure((source, packer.source_format()), &args.file, measure);
+                    measured = compared.measure((source, packer.source_format()), &args.file, measure);
                 }
             }
         }

@@ -22,6 +22,7 @@ constexpr uint32_t kStages = 4;
 // pieces the block has copied.
 constexpr uint32_t kTaken = 1u << 31, kClosed = 1u << 30, kSeen = 1u << 29, kOrdinalShift = 16, kCount = 0xffff;
 constexpr uint32_t kMostOrdinal = (kSeen >> kOrdinalShift) - 1;
+
 struct Chosen;
 
 struct Ahead {

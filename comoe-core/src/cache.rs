@@ -23,7 +23,7 @@ pub use options::{CacheOptions, Capacity, Scope};
 pub use token::{Token, TokenOutcome};
 
 use crate::backend::{
-    Backend, BackendInfo, BackendMemory, DeviceGuess, DeviceStep, DriverKind, PageLocking, Work,
+    Backend, BackendInfo, BackendMemory, DeviceGuess, DeviceStep, DriverKind, PageLocking, Work, check_room,
 };
 use crate::error::{Error, Result};
 use crate::expert::{ExpertId, ExpertLayout, ExpertSpec};
@@ -345,8 +345,8 @@ fn table_of<'e>(core: &Core, engine: &'e mut Engine) -> Result<&'e mut Correlati
 
 impl ExpertCache {
     /// Whether the device brings a caller's guesses ([`CacheLayer::with_device_guess`]) only where they have been right lately
-    /// ([`Prefetch::Auto`](crate::Prefetch::Auto)). Then the caller does well to find out whether asking pays: making guesses, which all steps
-    /// do that give them, takes time too, and the cache does not see it.
+    /// ([`Prefetch::Auto`](crate::Prefetch::Auto)). Then the caller does well to find out whether asking pays: making guesses,
+    /// which all steps do that give them, takes time too, and the cache does not see it.
     pub fn judges_device_guesses(&self) -> bool {
         self.core.fetches_ahead && self.core.engine().judges_guesses()
     }
@@ -461,22 +461,8 @@ impl<'a> CacheLayer<'a> {
         if !x.device().same_device(&core.device) {
             return bad("x", format!("is on {:?}, the cache on {:?}", x.device(), core.device));
         }
-        if let Some(room) = room
-            && (room.dims() != x.dims()
-                || room.dtype() != x.dtype()
-                || !room.device().same_device(x.device()))
-        {
-            let wanted = format!("expected {:?} {:?} like x", x.dims(), x.dtype());
-            return bad(
-                "room",
-                format!("{wanted}, got {:?} {:?} on {:?}", room.dims(), room.dtype(), room.device()),
-            );
-        }
-        if let Some(guess) = &self.on_device
-            && guess.ids.dtype() != DType::U32
-        {
-            return bad("guess", format!("expected U32, got {:?}", guess.ids.dtype()));
-        }
+        room.map_or(Ok(()), |room| check_room(room, x))?;
+        self.on_device.as_ref().map_or(Ok(()), DeviceGuess::check)?;
         if tokens == 0 {
             return Ok(x.clone());
         }

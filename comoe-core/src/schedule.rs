@@ -247,6 +247,11 @@ impl Engine {
     /// Runs one layer's step and returns what it ends with; `None` for no assignment.
     pub(crate) fn step(&mut self, step: Step<'_>) -> Result<Option<Tensor>> {
         self.reserve(&step.work)?;
+        self.step_reserved(step)
+    }
+
+    /// The same, once [`Self::reserve`] has been called for its work.
+    pub(crate) fn step_reserved(&mut self, step: Step<'_>) -> Result<Option<Tensor>> {
         self.guarded(|this| this.try_step(step))
     }
 

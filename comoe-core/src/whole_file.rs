@@ -42,12 +42,27 @@ impl WholeFile {
         match create_temporary(&target) {
             Ok((temporary, file)) => Ok(Self { path, target, temporary, file, placed: false }),
             Err(e) if e.kind() == ErrorKind::NotFound => {
-                let folder = folder_of(&target).display();
+                let folder = Self::folder_of(&target).display();
                 let reason = format!("there is no folder {folder}; make it first, or give another name");
                 Err(Error::bad_file(path, reason))
             }
             Err(e) => Err(Error::io(path, e)),
         }
+    }
+
+    /// Writes a small file of `bytes` at once: the old one, if there is one, stays until the new one is whole.
+    ///
+    /// # Errors
+    /// As [`Self::create`] and [`Self::replace`].
+    pub fn write(path: &Path, bytes: &[u8]) -> Result<()> {
+        let whole = Self::create(path)?;
+        write_all_at(&whole.file, bytes, 0).map_err(|e| Error::io(path, e))?;
+        whole.replace()
+    }
+
+    /// The folder that a file of this name is in.
+    pub fn folder_of(path: &Path) -> &Path {
+        path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."))
     }
 
     /// The name that it will have.
@@ -88,7 +103,7 @@ impl WholeFile {
         placed.map_err(|e| Error::io(&self.path, e))?;
         self.placed = true;
         // The new name must survive a power cut as well; not every file system can be asked.
-        let _ = File::open(folder_of(&self.target)).and_then(|folder| folder.sync_all());
+        let _ = File::open(Self::folder_of(&self.target)).and_then(|folder| folder.sync_all());
         Ok(())
     }
 }
@@ -99,13 +114,6 @@ impl Drop for WholeFile {
             let _ = std::fs::remove_file(&self.temporary);
         }
     }
-}
-
-/// Writes a small file of `bytes` at once: the old one, if there is one, stays until the new one is whole.
-pub(crate) fn write_whole(path: &Path, bytes: &[u8]) -> Result<()> {
-    let whole = WholeFile::create(path)?;
-    write_all_at(whole.file(), bytes, 0).map_err(|e| Error::io(path, e))?;
-    whole.replace()
 }
 
 /// Renames a file unless the new name is taken. A link fails for a name that is taken, whoever took it and when; a rename
@@ -124,10 +132,6 @@ fn link_new(from: &Path, to: &Path) -> std::io::Result<()> {
     }
 }
 
-fn folder_of(path: &Path) -> &Path {
-    path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."))
-}
-
 /// `.NAME.`, how temporary files of `path` begin.
 fn temporary_prefix(path: &Path) -> String {
     format!(".{}.", path.file_name().unwrap_or_default().to_string_lossy())
@@ -139,7 +143,7 @@ fn create_temporary(path: &Path) -> std::io::Result<(PathBuf, File)> {
     loop {
         let count = COUNT.fetch_add(1, Ordering::Relaxed);
         let name = format!("{}{}-{count}{TEMPORARY}", temporary_prefix(path), std::process::id());
-        let temporary = folder_of(path).join(name);
+        let temporary = WholeFile::folder_of(path).join(name);
         let file = match OpenOptions::new().write(true).create_new(true).open(&temporary) {
             Ok(file) => file,
             // Left behind by a process of the same number.
@@ -158,7 +162,7 @@ fn create_temporary(path: &Path) -> std::io::Result<(PathBuf, File)> {
 /// Removes temporary files of `path` whose writers are gone: a living writer holds its file's lock.
 fn remove_abandoned(path: &Path) {
     let prefix = temporary_prefix(path);
-    let Ok(entries) = std::fs::read_dir(folder_of(path)) else { return };
+    let Ok(entries) = std::fs::read_dir(WholeFile::folder_of(path)) else { return };
     for entry in entries.flatten() {
         let name = entry.file_name();
         let name = name.to_string_lossy();

@@ -7,9 +7,9 @@ use clap::{Args, Subcommand};
 use comoe_core::Scope;
 use comoe_core::policy::PolicyKind;
 use comoe_core::replay::{Eviction, Grouping, PredictorKind, ReplayPolicy, Span};
+use comoe_core::size::parse_size;
 
 use crate::args::{ModelArgs, SamplerArgs, parse_positive};
-use comoe_core::size::parse_size;
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum TraceCommand {

@@ -1,7 +1,5 @@
 //! `comoe trace plot`: three pictures in one file.
 
-use std::io::Write;
-
 use comoe_core::replay::{PredictOptions, PredictorKind, ReplayPolicy, recall_by_layer, replay};
 use comoe_core::trace::Trace;
 use comoe_core::{Scope, WholeFile};
@@ -38,10 +36,7 @@ pub(crate) fn run(args: &PlotArgs) -> Result<()> {
     let mut svg = String::new();
     draw(&trace, args, &mut svg)
         .map_err(|e| Error::Plot { path: args.output.clone(), reason: e.to_string() })?;
-    let whole = WholeFile::create(&args.output).map_err(Error::core)?;
-    let written = whole.file().write_all(svg.as_bytes());
-    written.map_err(|e| Error::core(comoe_core::Error::io(&args.output, e)))?;
-    whole.replace().map_err(Error::core)?;
+    WholeFile::write(&args.output, svg.as_bytes()).map_err(Error::core)?;
     say!("drawn to {}", name(&args.output));
     Ok(())
 }

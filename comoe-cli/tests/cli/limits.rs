@@ -1,21 +1,8 @@
 //! What is asked for and cannot be had is refused before there is work to lose, by `comoe plan` as by a run.
 
-use std::path::{Path, PathBuf};
-
 use serde_json::Value;
 
-use crate::program::{Run, Running, comoe};
-
-fn assets() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("../assets")
-}
-
-/// `comoe COMMAND comoe-tiny ARGS`, words apart.
-fn tiny(command: &str, args: &str) -> Run {
-    let mut program = comoe();
-    program.arg(command).arg(assets().join("comoe-tiny"));
-    Running::start(program.args(args.split_whitespace())).finish()
-}
+use crate::program::{Running, assets, comoe, tiny};
 
 #[test]
 fn an_answer_ends_at_the_context_limit() {

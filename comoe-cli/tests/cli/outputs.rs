@@ -2,11 +2,11 @@
 
 use std::path::Path;
 
-use crate::program::{Run, Running, comoe, model};
+use crate::program::{Run, Running, assets, comoe, model};
 
 /// A trace that comes with the sources.
 fn fixture() -> Vec<u8> {
-    std::fs::read(Path::new(env!("CARGO_MANIFEST_DIR")).join("../assets/fixtures/comoe_tiny.trace")).unwrap()
+    std::fs::read(assets().join("fixtures/comoe_tiny.trace")).unwrap()
 }
 
 fn names(folder: &Path) -> Vec<String> {
@@ -19,7 +19,7 @@ fn names(folder: &Path) -> Vec<String> {
 /// Runs in `folder`.
 fn within(folder: &Path, args: &str) -> Run {
     let mut command = comoe();
-    let tiny = Path::new(env!("CARGO_MANIFEST_DIR")).join("../assets/comoe-tiny");
+    let tiny = assets().join("comoe-tiny");
     let args = args.replace("TINY", tiny.to_str().unwrap()).replace("MODEL", model().to_str().unwrap());
     Running::start(command.args(args.split_whitespace()).current_dir(folder)).finish()
 }

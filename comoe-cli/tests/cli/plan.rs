@@ -1,22 +1,9 @@
 //! `comoe plan`: before loading, what a run then reports by owner.
 
-use std::path::{Path, PathBuf};
-
 use serde_json::Value;
 
 use crate::checkpoint::{Checkpoint, Sizes};
-use crate::program::{Run, Running, comoe};
-
-fn assets() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("../assets")
-}
-
-/// `comoe COMMAND comoe-tiny ARGS`, words apart.
-fn tiny(command: &str, args: &str) -> Run {
-    let mut program = comoe();
-    program.arg(command).arg(assets().join("comoe-tiny"));
-    Running::start(program.args(args.split_whitespace())).finish()
-}
+use crate::program::{Running, assets, comoe, tiny};
 
 /// Greedy, and short.
 const PROMPT: &str = "--prompt hello --temperature 0 --max-tokens 4 --json --device cpu";

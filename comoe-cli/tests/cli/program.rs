@@ -1,7 +1,7 @@
 //! Runs the program as a person or a script would.
 
 use std::io::{Read, Write};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::LazyLock;
 use std::thread::JoinHandle;
@@ -168,4 +168,16 @@ impl Running {
             stderr: self.stderr.take().unwrap().join().unwrap(),
         }
     }
+}
+
+/// The folder of what comes with the sources.
+pub(crate) fn assets() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../assets")
+}
+
+/// `comoe COMMAND comoe-tiny ARGS`, words apart.
+pub(crate) fn tiny(command: &str, args: &str) -> Run {
+    let mut program = comoe();
+    program.arg(command).arg(assets().join("comoe-tiny"));
+    Running::start(program.args(args.split_whitespace())).finish()
 }

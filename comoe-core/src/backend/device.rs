@@ -2,7 +2,7 @@
 //! needs no host round trip. Which slots records are in is known to one owner at a time, the host's
 //! [`Pool`](crate::pool::Pool) or the device.
 
-use candle_core::Tensor;
+use candle_core::{DType, Tensor};
 
 use super::{Fill, SlotId};
 use crate::error::{Error, Result};
@@ -84,6 +84,34 @@ pub struct DeviceGuess<'a> {
     /// The stream that writes them, where it is not the one on which the step is enqueued.
     #[cfg(feature = "cuda")]
     pub stream: Option<&'a std::sync::Arc<cudarc::driver::CudaStream>>,
+}
+
+impl DeviceGuess<'_> {
+    /// Whether it has the type that it must have.
+    ///
+    /// # Errors
+    /// [`Error::BadArgument`].
+    pub(crate) fn check(&self) -> Result<()> {
+        match self.ids.dtype() {
+            DType::U32 => Ok(()),
+            other => {
+                Err(Error::BadArgument { what: "guess", reason: format!("expected U32, got {other:?}") })
+            }
+        }
+    }
+}
+
+/// Whether a result for `x` can be written to `room`.
+///
+/// # Errors
+/// [`Error::BadArgument`].
+pub(crate) fn check_room(room: &Tensor, x: &Tensor) -> Result<()> {
+    if room.dims() == x.dims() && room.dtype() == x.dtype() && room.device().same_device(x.device()) {
+        return Ok(());
+    }
+    let told = |t: &Tensor| format!("{:?} {:?} on {:?}", t.dims(), t.dtype(), t.device());
+    let reason = format!("expected {} like x, got {}", told(x), told(room));
+    Err(Error::BadArgument { what: "room", reason })
 }
 
 /// One layer's step, whose routing only the device has seen.

@@ -22,6 +22,7 @@ use candle_core::{DType, Tensor};
 
 pub use bond::PeerAccess;
 pub use chunks::Chunks;
+pub(crate) use device::check_room;
 pub use device::{
     AheadCounters, COPIED_RECORD_BYTES, DeviceCounters, DeviceDriver, DeviceGuess, DeviceLimits, DeviceStep,
     DriverKind, MOST_DEVICE_ASSIGNMENTS, MOST_DEVICE_SLOTS, MOST_DEVICE_TOKENS, RoutingFault, STAGED_AHEAD,

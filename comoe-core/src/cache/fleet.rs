@@ -132,7 +132,7 @@ impl Fleet {
             let mut work = engines.iter_mut().zip(parts).zip(sent).enumerate();
             work.try_for_each(|(member, ((engine, part), x))| {
                 let Part { needs, choices, top_k, guess, assignments } = part;
-                let done = engine.step(Step {
+                let done = engine.step_reserved(Step {
                     layer: step.layer,
                     needs,
                     choices: &choices,
@@ -150,7 +150,7 @@ impl Fleet {
         });
         let result = done.and_then(|()| {
             let finish = Finish::Result(&rows);
-            let result = lead.step(Step {
+            let result = lead.step_reserved(Step {
                 layer: step.layer,
                 needs: std::mem::take(&mut own.needs),
                 choices: &own.choices,

@@ -10,7 +10,7 @@ use super::Correlation;
 use crate::error::{Error, Result};
 use crate::framed::{Cursor, compress, decompress, fnv};
 use crate::store::Directory;
-use crate::whole_file::write_whole;
+use crate::whole_file::WholeFile;
 
 /// First bytes of a table's file.
 pub const TABLE_MAGIC: [u8; 8] = *b"comoe-pt";
@@ -86,7 +86,7 @@ impl Correlation {
         bytes.extend(length(content.len())?.to_le_bytes());
         bytes.extend(fnv(&content).to_le_bytes());
         bytes.extend(stored);
-        write_whole(path, &bytes)
+        WholeFile::write(path, &bytes)
     }
 
     /// Replaces the table by the one at `path`, which [`Self::save`] wrote for the same `model` and `directory`.

@@ -9,7 +9,7 @@ use super::Trace;
 use crate::error::{Error, Result};
 use crate::expert::ExpertId;
 use crate::store::Directory;
-use crate::whole_file::write_whole;
+use crate::whole_file::WholeFile;
 
 /// Longest file that is read, in bytes: a hundred digits for each of a quarter of a million experts.
 const MOST_BYTES: u64 = 32 << 20;
@@ -76,7 +76,7 @@ impl ExpertUses {
     /// [`Error::Io`].
     pub fn save(&self, path: &Path) -> Result<()> {
         // Strings and numbers only: nothing in it can fail to be written.
-        write_whole(path, &serde_json::to_vec(self).unwrap_or_default())
+        WholeFile::write(path, &serde_json::to_vec(self).unwrap_or_default())
     }
 
     /// Reads what [`Self::save`] wrote for a model with the experts of `directory`.

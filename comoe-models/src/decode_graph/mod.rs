@@ -226,7 +226,7 @@ impl<'m> DeviceSteps<'m> {
             self.enqueue_end(&fused, logits, &place)?;
         }
         kv.place_moved();
-        self.count(logits)?;
+        self.count(logits.clone())?;
         Ok(self.wait(kv)?.0)
     }
 
@@ -284,13 +284,17 @@ impl<'m> DeviceSteps<'m> {
     /// Waits for what is under way; its tokens are dropped, and what was broken in it is nobody's concern.
     pub fn settle(&mut self) {
         if self.drain() {
-            self.tell_step();
-            // Asked, so that none tells a later caller.
-            if let Some(mut fused) = self.decoder.fused() {
-                let _ = fused.check();
-            }
-            let _ = self.decoder.experts().flush();
+            self.ask_all();
         }
+    }
+
+    /// What was broken in the steps so far, as this crate's kernels tell it and as the experts' do. All are asked, so that
+    /// none tells a later caller.
+    fn ask_all(&mut self) -> (Result<()>, comoe_core::Result<()>) {
+        // A broken step does not count on the device.
+        self.tell_step();
+        let own = self.decoder.fused().map_or(Ok(()), |mut fused| fused.check());
+        (own, self.decoder.experts().flush())
     }
 
     /// Waits for what is under way; whether any of it was broken.
@@ -343,7 +347,7 @@ impl<'m> DeviceSteps<'m> {
         drop(fused);
         kv.advance(1);
         kv.place_moved();
-        self.count(&logits)?;
+        self.count(logits)?;
         self.trial.begin();
         self.launching += started.elapsed();
         Ok(true)
@@ -492,10 +496,10 @@ impl<'m> DeviceSteps<'m> {
     }
 
     /// Counts a step with these logits, whose end was enqueued.
-    fn count(&mut self, logits: &Tensor) -> Result<()> {
+    fn count(&mut self, logits: Tensor) -> Result<()> {
         let step = self.enqueued;
         self.done[step as usize % AHEAD].record(&self.stream).map_err(doing("recording an event"))?;
-        self.under_way.push_back((step, logits.clone()));
+        self.under_way.push_back((step, logits));
         self.enqueued = step.wrapping_add(1);
         Ok(())
     }
@@ -521,12 +525,7 @@ impl<'m> DeviceSteps<'m> {
     fn broken(&mut self, kv: &mut KvCache, logits: Option<&Tensor>) -> Option<Error> {
         self.drain();
         kv.forget_place();
-        // A broken step does not count on the device.
-        self.tell_step();
-        // All are asked, so that none tells a later caller.
-        let own = self.decoder.fused().map_or(Ok(()), |mut fused| fused.check());
-        let served = self.decoder.experts().flush();
-        match (own, served) {
+        match self.ask_all() {
             // The rest of the step ran on nothing.
             (_, Err(e)) if !is_misled(&e) => Some(e.into()),
             (Err(Error::BadLogits { id, .. }), Ok(())) => {

@@ -61,7 +61,7 @@ impl DeviceSteps<'_> {
             drop(token);
             kv.advance(1);
             kv.place_moved();
-            self.count(&graph.logits)?;
+            self.count(graph.logits.clone())?;
             self.wait(kv)?;
             let times = marks.stamps.read(marks.list.len())?;
             for (pair, part) in times.windows(2).zip(&mut parts) {

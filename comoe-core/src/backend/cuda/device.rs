@@ -25,7 +25,7 @@ use super::resolve::{
 use super::tables::{FaultWord, Tables};
 use crate::backend::{
     DeviceCounters, DeviceDriver, DeviceGuess, DeviceLimits, DeviceStep, MOST_DEVICE_SLOTS,
-    MOST_DEVICE_TOKENS, Queue, RoutingFault, SlotId, StepFault,
+    MOST_DEVICE_TOKENS, Queue, RoutingFault, SlotId, StepFault, check_room,
 };
 use crate::error::{Error, Result};
 use crate::expert::{ExpertLayout, ExpertSpec, WeightOn};
@@ -85,16 +85,9 @@ impl StepIo {
         }
         let x = x.contiguous()?;
         let y = match room {
-            Some(room) if room.dims() == x.dims() && room.dtype() == x.dtype() => room.clone(),
             Some(room) => {
-                let reason = format!(
-                    "expected {:?} {:?} like x, got {:?} {:?}",
-                    x.dims(),
-                    x.dtype(),
-                    room.dims(),
-                    room.dtype()
-                );
-                return Err(Error::BadArgument { what: "room", reason });
+                check_room(room, &x)?;
+                room.clone()
             }
             // SAFETY: the weighted sum writes every element before anyone reads one.
             None => unsafe { Tensor::empty((tokens, spec.hidden), x.dtype(), x.device()) }?,
@@ -142,10 +135,7 @@ struct Guess<'a> {
 
 impl<'a> Guess<'a> {
     fn new(guess: &DeviceGuess<'a>, caller: &CudaStream) -> Result<Self> {
-        if guess.ids.dtype() != DType::U32 {
-            let reason = format!("expected U32, got {:?}", guess.ids.dtype());
-            return Err(Error::BadArgument { what: "guess", reason });
-        }
+        guess.check()?;
         let at = address_of(guess.ids, guess.stream.map_or(caller, |s| s))?;
         Ok(Self { at, len: guess.ids.elem_count(), stream: guess.stream })
     }
