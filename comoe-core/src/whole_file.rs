@@ -1,12 +1,11 @@
 //! Files that have their name only once they are whole.
 
 use std::fs::{File, OpenOptions};
-use std::io::ErrorKind;
+use std::io::{ErrorKind, Write};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use crate::error::{Error, Result};
-use crate::sys::write_all_at;
 
 /// Ending of files that are being written.
 const TEMPORARY: &str = ".tmp";
@@ -56,7 +55,7 @@ impl WholeFile {
     /// As [`Self::create`] and [`Self::replace`].
     pub fn write(path: &Path, bytes: &[u8]) -> Result<()> {
         let whole = Self::create(path)?;
-        write_all_at(&whole.file, bytes, 0).map_err(|e| Error::io(path, e))?;
+        (&whole.file).write_all(bytes).map_err(|e| Error::io(path, e))?;
         whole.replace()
     }
 
@@ -182,8 +181,6 @@ fn remove_abandoned(path: &Path) {
 
 #[cfg(test)]
 mod tests {
-    use std::io::Write;
-
     use super::*;
 
     fn written(path: &Path, bytes: &[u8]) -> WholeFile {
